@@ -1,0 +1,223 @@
+"""What the command lines do, as functions: build a trainer or a tester, draw detections."""
+
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Union
+
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+from . import checkpoints
+from .data.checks import check_datasets, check_writable
+from .versions import check_detection
+
+PathLike = Union[str, os.PathLike]
+IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+
+
+def load_config(config: PathLike, options: Optional[Dict[str, Any]] = None, launcher: str = 'none') -> Config:
+    """Reads a config file and merges ``options``, ``{'dotted.key': value}``, into it.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+    """
+    if not os.path.isfile(config):
+        raise FileNotFoundError(f'config {str(config)!r} does not exist. The configs are in configs/.')
+    cfg = Config.fromfile(str(config))
+    cfg.launcher = launcher
+    if options:
+        cfg.merge_from_dict(options)
+    return cfg
+
+
+def build_trainer(
+    config: PathLike,
+    work_dir: Optional[PathLike] = None,
+    amp: bool = False,
+    auto_scale_lr: bool = False,
+    resume: Optional[str] = None,
+    options: Optional[Dict[str, Any]] = None,
+    launcher: str = 'none',
+    trust_checkpoint: bool = False,
+) -> Runner:
+    """A runner ready to ``train()``; what it will read and write is checked before anything is built.
+
+    Args:
+        config (str | Path): A config file.
+        work_dir (str | Path, optional): For logs and checkpoints. Defaults to the config's, or work_dirs/<config>.
+        amp (bool): Mixed precision, whatever the config says.
+        auto_scale_lr (bool): Scale the learning rate to the number of GPUs times the batch size.
+        resume (str, optional): A checkpoint to resume from, or 'auto' for the latest in ``work_dir``.
+        options (dict, optional): Config entries to replace, by dotted key.
+        launcher (str): 'none', 'pytorch', 'slurm' or 'mpi'.
+        trust_checkpoint (bool): See :func:`mmslab.checkpoints.load_file`.
+
+    Raises:
+        FileNotFoundError, OSError, ValueError: For a missing config, data set or checkpoint, bad annotations, a
+            work_dir that cannot be written, ``auto_scale_lr`` without a base batch size.
+    """
+    cfg = load_config(config, options, launcher)
+    _check_mmdet(cfg)
+    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
+    if amp:
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+    if auto_scale_lr:
+        if not cfg.get('auto_scale_lr', {}).get('base_batch_size'):
+            raise ValueError(
+                f'--auto-scale-lr needs auto_scale_lr = dict(base_batch_size=...) in the config, which {str(config)!r} lacks.'
+            )
+        cfg.auto_scale_lr.enable = True
+    if resume == 'auto':
+        cfg.resume, cfg.load_from = True, None
+    elif resume is not None:
+        cfg.resume, cfg.load_from = True, resume
+    check_datasets(cfg, ('train', 'val'))
+    if cfg.get('load_from'):
+        _check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
+    _check_init_cfg(cfg.get('model'))
+    check_writable(cfg.work_dir, 'work_dir')
+    checkpoints.use_safe_loading(trust_checkpoint)
+    return Runner.from_cfg(cfg)
+
+
+def build_tester(
+    config: PathLike,
+    checkpoint: PathLike,
+    work_dir: Optional[PathLike] = None,
+    out: Optional[PathLike] = None,
+    show_dir: Optional[PathLike] = None,
+    show: bool = False,
+    wait_time: float = 2.0,
+    options: Optional[Dict[str, Any]] = None,
+    launcher: str = 'none',
+    trust_checkpoint: bool = False,
+) -> Runner:
+    """A runner ready to ``test()`` a checkpoint; see :func:`build_trainer` for what the arguments share.
+
+    Args:
+        out (str | Path, optional): A .pkl file to write the predictions to.
+        show_dir (str | Path, optional): A folder, within ``work_dir``'s run, for images with predictions.
+        show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
+    """
+    cfg = load_config(config, options, launcher)
+    _check_mmdet(cfg)
+    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
+    if out is not None and not str(out).endswith(('.pkl', '.pickle')):
+        raise ValueError(f'--out must name a .pkl file, but got {str(out)!r}.')
+    if out is not None and os.path.exists(out):
+        raise FileExistsError(f'--out {str(out)!r} exists. Choose another name.')
+    check_datasets(cfg, ('test',))
+    _check_checkpoint(checkpoint, 'checkpoint')
+    check_writable(cfg.work_dir, 'work_dir')
+    _without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
+    cfg.load_from = str(checkpoint)
+    if show or show_dir:
+        hooks = cfg.default_hooks
+        if 'visualization' not in hooks:
+            raise ValueError('--show and --show-dir need a visualization hook in default_hooks of the config.')
+        hooks.visualization.update(draw=True, show=show, wait_time=wait_time)
+        if show_dir:
+            hooks.visualization.test_out_dir = str(show_dir)
+    checkpoints.use_safe_loading(trust_checkpoint)
+    runner = Runner.from_cfg(cfg)
+    if out is not None:
+        from mmdet.evaluation import DumpDetResults
+
+        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=str(out)))
+    return runner
+
+
+def infer(
+    images: PathLike,
+    config: PathLike,
+    checkpoint: PathLike,
+    out: PathLike,
+    score_thr: float = 0.3,
+    device: Optional[str] = None,
+    force: bool = False,
+    trust_checkpoint: bool = False,
+) -> List[Path]:
+    """Draws the boxes and masks that a detector finds into copies of images.
+
+    Args:
+        images (str | Path): An image, or a folder of images.
+        out (str | Path): A folder for the drawn images, under their own names.
+        score_thr (float): Detections below it are not drawn, in [0, 1].
+        device (str, optional): 'cpu', 'cuda:0', ... By default a GPU if there is one.
+        force (bool): Whether to replace images of the same name in ``out``.
+
+    Returns:
+        list[Path]: The files written.
+
+    Raises:
+        FileNotFoundError: If there are no images, config or checkpoint.
+        FileExistsError: If ``out`` has an image of the same name and ``force`` is not set.
+        ValueError: For a score threshold outside [0, 1].
+    """
+    check_detection()
+    if not 0 <= score_thr <= 1:
+        raise ValueError(f'score_thr must lie in [0, 1], but got {score_thr}.')
+    source = Path(images)
+    if source.is_dir():
+        files = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    else:
+        files = [source] if source.is_file() else []
+    if not files:
+        raise FileNotFoundError(
+            f'no image at {str(images)!r}. Give an image, or a folder with some of {IMAGE_SUFFIXES}.'
+        )
+    _check_checkpoint(checkpoint, 'checkpoint')
+    cfg = load_config(config)
+    _without_init_cfg(cfg.get('model'))
+    written = [Path(out) / f.name for f in files]
+    present = [p for p in written if p.exists()]
+    if present and not force:
+        raise FileExistsError(f'out: {str(present[0])!r} exists. Choose another folder, or pass --force.')
+    check_writable(out, 'out')
+    checkpoints.use_safe_loading(trust_checkpoint)
+
+    import cv2
+    from mmdet.apis import DetInferencer
+
+    inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=len(files) > 1)
+    for file, target in zip(files, written):
+        result = inferencer(str(file), return_vis=True, no_save_pred=True, pred_score_thr=score_thr)
+        if not cv2.imwrite(str(target), result['visualization'][0][..., ::-1]):
+            raise OSError(f'out: {str(target)!r} cannot be written.')
+    return written
+
+
+def _check_mmdet(cfg: Config) -> None:
+    if cfg.get('default_scope') == 'mmdet':
+        check_detection()
+
+
+def _check_checkpoint(path: PathLike, name: str) -> None:
+    if '://' not in str(path) and not os.path.isfile(path):
+        raise FileNotFoundError(f'{name} {str(path)!r} does not exist. Give the path of a .pth file.')
+
+
+def _init_cfgs(node: Any):
+    if isinstance(node, dict):
+        init = node.get('init_cfg')
+        if isinstance(init, dict) and init.get('type') == 'Pretrained':
+            yield node
+        for value in node.values():
+            yield from _init_cfgs(value)
+
+
+def _check_init_cfg(model: Any) -> None:
+    for node in _init_cfgs(model):
+        path = node['init_cfg']['checkpoint']
+        if '://' not in path and not os.path.isfile(path):
+            raise FileNotFoundError(
+                f'the pre-trained weights {path!r} of {node.get("type")} do not exist. Put them there, name another file '
+                'with --cfg-options model.backbone.init_cfg.checkpoint=FILE, or train from scratch with '
+                '--cfg-options model.backbone.init_cfg=None.'
+            )
+
+
+def _without_init_cfg(model: Any) -> None:
+    for node in list(_init_cfgs(model)):
+        node['init_cfg'] = None

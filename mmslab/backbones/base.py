@@ -1,0 +1,157 @@
+"""What every backbone here shares: checked arguments, weights, freezing and gradient checkpointing."""
+
+from contextlib import nullcontext
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
+
+import torch.nn as nn
+from mmengine.model import BaseModule
+from mmengine.registry import MODELS
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..checkpoints import load_pretrained
+from ..layers.norm import frozen_bn_statistics
+
+ATTENTION_NAMES = {
+    'sla': 'SimplifiedLinearAttention',
+    'focused': 'FocusedLinearAttention',
+    'softmax': 'SoftmaxWindowAttention',
+}
+
+
+class SLABBackbone(BaseModule):
+    """Base of the backbones. A subclass builds ``patch_embed``, ``layers`` (its stages) and ``norm{i}``.
+
+    Args:
+        out_indices (Sequence[int]): Stages whose maps are returned. Stages after the last of them are not built.
+        frozen_stages (int): Stages 1 to this, and the patch embedding, are neither trained nor put into
+            training mode; 0 freezes the patch embedding alone, -1 nothing.
+        norm_eval (bool): Whether BatchNorm statistics stay frozen while training.
+        with_cp (bool): Whether blocks recompute their activations in the backward pass, to save memory.
+        init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)`` takes the formats that
+            :mod:`mmslab.checkpoints` knows.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        out_indices: Sequence[int],
+        frozen_stages: int,
+        norm_eval: bool,
+        with_cp: bool,
+        init_cfg: Optional[dict],
+    ) -> None:
+        super().__init__(init_cfg)
+        out_indices = tuple(out_indices)
+        if (
+            not out_indices
+            or sorted(set(out_indices)) != list(out_indices)
+            or not set(out_indices) <= set(range(num_stages))
+        ):
+            raise ValueError(
+                f'out_indices must be ascending stages out of {tuple(range(num_stages))}, but got {out_indices}.'
+            )
+        if not -1 <= frozen_stages <= num_stages:
+            raise ValueError(f'frozen_stages must lie in [-1, {num_stages}], but got {frozen_stages}.')
+        self.out_indices = out_indices
+        self.frozen_stages = frozen_stages
+        self.norm_eval = norm_eval
+        self.with_cp = with_cp
+
+    def init_weights(self) -> None:
+        """Loads ``init_cfg``'s checkpoint, whatever its known format. Random weights come with construction."""
+        if self.init_cfg and self.init_cfg.get('type') == 'Pretrained':
+            load_pretrained(self, self.init_cfg['checkpoint'], prefix=self.init_cfg.get('prefix'))
+            self._is_init = True
+        else:
+            super().init_weights()
+
+    def train(self, mode: bool = True) -> 'SLABBackbone':
+        super().train(mode)
+        self._freeze_stages()
+        if mode and self.norm_eval:
+            for m in self.modules():
+                if isinstance(m, nn.modules.batchnorm._BatchNorm):
+                    m.eval()
+        return self
+
+    def _freeze_stages(self) -> None:
+        frozen = [self.patch_embed] if self.frozen_stages >= 0 else []
+        for i in range(min(self.frozen_stages, len(self.layers))):
+            frozen.append(self.layers[i])
+            if i in self.out_indices:
+                frozen.append(getattr(self, f'norm{i}'))
+        for module in frozen:
+            module.eval()
+            module.requires_grad_(False)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        """``block(x)``, under gradient checkpointing if ``with_cp``; BN statistics see each batch once."""
+        if self.with_cp and x.requires_grad:
+            return checkpoint(
+                block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), frozen_bn_statistics(block))
+            )
+        return block(x)
+
+
+def init_transformer(module: nn.Module) -> None:
+    """Weights of a fresh transformer: linear layers truncated normal (0.02), their biases zero."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.trunc_normal_(m.weight, std=0.02)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+
+
+def resolve_arch(arch: Union[str, Dict[str, Any]], zoo: Dict[str, Dict[str, Any]], owner: str) -> Dict[str, Any]:
+    """The settings of an arch, by name or as a dict with the keys that the named ones have.
+
+    Raises:
+        ValueError: For an unknown name, missing or unknown keys, per-stage tuples of unequal lengths, heads
+            that do not divide the channels.
+    """
+    keys = next(iter(zoo.values())).keys()
+    if isinstance(arch, str):
+        if arch not in zoo:
+            raise ValueError(
+                f'{owner} has no arch {arch!r}. Choose one of {sorted(zoo)}, or give a dict with {sorted(keys)}.'
+            )
+        return zoo[arch]
+    if not isinstance(arch, dict) or set(arch) != set(keys):
+        raise ValueError(f'arch must be one of {sorted(zoo)} or a dict with exactly {sorted(keys)}, but got {arch!r}.')
+    return dict(arch)
+
+
+def per_stage(value: Any, num_stages: int, name: str) -> Tuple:
+    """One value per stage: a scalar is repeated, a sequence must have ``num_stages`` entries (else ValueError)."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != num_stages:
+            raise ValueError(
+                f'{name} must have one entry for each of the {num_stages} stages, but got {len(value)}: {value!r}.'
+            )
+        return tuple(value)
+    return (value,) * num_stages
+
+
+def build_attention(attn: Union[str, dict], softmax_args: Optional[dict] = None, **args) -> nn.Module:
+    """Builds the attention of a block.
+
+    Args:
+        attn (str | dict): 'sla', 'focused', 'softmax', the registered name of another attention, or a config
+            dict of one, whose entries win over ``args``.
+        softmax_args (dict, optional): Arguments for 'softmax' alone.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    cfg = dict(type=attn) if isinstance(attn, str) else dict(attn)
+    name = cfg.get('type')
+    if name == 'softmax':
+        args.update(softmax_args or {})
+    cfg['type'] = ATTENTION_NAMES.get(name, name)
+    if isinstance(name, str) and MODELS.get(cfg['type']) is None:
+        raise ValueError(
+            f'attn has the unknown type {name!r}. Use one of {sorted(ATTENTION_NAMES)}, or the name of an attention '
+            'registered in MODELS (import its module first).'
+        )
+    return MODELS.build({**args, **cfg})

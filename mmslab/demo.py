@@ -1,0 +1,101 @@
+"""The whole way on a small scale: data, training, recalibration, evaluation, drawings."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Union
+
+from mmengine.runner import Runner
+from rich.console import Console
+from rich.table import Table
+
+from .apis import build_tester, build_trainer, infer
+from .data.checks import check_writable
+from .data.shapes import make_shapes
+from .layers.norm import prepbn_modules
+from .plots import draw_curves, read_scalars
+
+CONFIG = Path('configs/demo/maskrcnn_slab_swin_shapes.py')
+METRICS = {
+    'box AP': 'coco/bbox_mAP',
+    'box AP50': 'coco/bbox_mAP_50',
+    'mask AP': 'coco/segm_mAP',
+    'mask AP50': 'coco/segm_mAP_50',
+}
+
+
+def run_demo(
+    out: Union[str, os.PathLike] = 'work_dirs/demo', data: Union[str, os.PathLike] = 'data/shapes', images: int = 12
+) -> dict:
+    """Makes the shapes, trains ``configs/demo/maskrcnn_slab_swin_shapes.py`` on them, evaluates the checkpoint, draws.
+
+    An earlier demo in ``out`` is moved aside to ``<out>.1``, ``<out>.2``..., not overwritten; shapes that are in
+    ``data`` are used again.
+
+    Args:
+        out (str | Path): A folder for checkpoint, logs, curves and drawn images.
+        data (str | Path): A folder for the data set.
+        images (int): Held-out images to draw.
+
+    Returns:
+        dict: The metrics of the final checkpoint.
+    """
+    console = Console()
+    started = time.time()
+    out, data = Path(out), Path(data)
+    _move_aside(out)
+    check_writable(out, 'out')
+    console.rule('1/4  data')
+    if (data / 'annotations' / 'instances_val.json').exists():
+        console.print(f'using the shapes in {data}')
+    else:
+        counts = make_shapes(data)
+        console.print(f'{data}: {counts["train"]} instances to train on, {counts["val"]} held out')
+    os.environ['SHAPES_ROOT'] = str(data)
+
+    console.rule('2/4  training: LayerNorm (gamma 1) fades into BatchNorm (gamma 0), then BN recalibration')
+    runner = build_trainer(CONFIG, work_dir=out)
+    runner.train()
+    before = runner.message_hub.get_info('metrics_before_recalibration')
+    iters_per_epoch = len(runner.train_dataloader)
+    scalars = Path(runner.visualizer.get_vis_backend('LocalVisBackend')._scalar_save_path)
+    gamma = read_scalars(scalars)['gamma']
+    checkpoint = out / 'slab_swin_shapes.pth'
+    shutil.copyfile(out / f'epoch_{runner.max_epochs}.pth', checkpoint)
+
+    console.rule('3/4  evaluation of the final checkpoint')
+    tester: Runner = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=dict(log_level='WARNING'))
+    metrics = tester.test()
+    final_gamma = max(float(m.gamma) for m in prepbn_modules(tester.model))
+
+    console.rule('4/4  drawings')
+    chosen = out / 'images'
+    chosen.mkdir()
+    for image in sorted((data / 'val').iterdir())[:images]:
+        shutil.copy(image, chosen)
+    infer(chosen, CONFIG, checkpoint, out / 'drawn')
+    draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
+
+    picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
+    console.print('gamma over the iterations: ' + '  '.join(f'{gamma[0][i]}: {gamma[1][i]:.2f}' for i in picked))
+    table = Table(title=f'held-out split, pycocotools; gamma of the final checkpoint: {final_gamma:g}')
+    table.add_column('metric')
+    table.add_column('before recalibration', justify='right')
+    table.add_column('final checkpoint', justify='right')
+    for name, key in METRICS.items():
+        table.add_row(name, f'{before[key]:.3f}', f'{metrics[key]:.3f}')
+    console.print(table)
+    for what, path in (('checkpoint', checkpoint), ('drawn images', out / 'drawn'), ('curves', out / 'curves.png')):
+        console.print(f'{what}: {path}', highlight=False)
+    console.print(f'{(time.time() - started) / 60:.1f} minutes in all')
+    return dict(metrics)
+
+
+def _move_aside(out: Path) -> None:
+    if not out.exists():
+        return
+    number = 1
+    while (aside := out.with_name(f'{out.name}.{number}')).exists():
+        number += 1
+    out.rename(aside)

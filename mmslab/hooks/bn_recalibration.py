@@ -1,0 +1,245 @@
+"""Recomputes the BN statistics of a trained model (SLAB paper, Sec. 5.1)."""
+
+import random
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Dict, Iterator, List, Optional
+
+import numpy as np
+import torch
+import torch.nn as nn
+from fvcore.nn.precise_bn import update_bn_stats
+from mmengine.dataset import InfiniteSampler
+from mmengine.dist import all_reduce, get_world_size, is_main_process
+from mmengine.hooks import EMAHook, Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from rich.progress import track
+from torch import Tensor
+
+from ..layers.norm import repbn_modules
+
+
+class _Forward(nn.Module):
+    """The model as fvcore wants it: one argument, a batch of the data loader.
+
+    Only what holds the norms has to run. In mmdet and mmpretrain that is usually backbone and neck; a model with
+    norms elsewhere runs whole.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        names = [n for n, m in model.named_modules() if any(m is r for r in repbn_modules(model))]
+        self.features = hasattr(model, 'extract_feat') and all(n.startswith(('backbone.', 'neck.')) for n in names)
+
+    def forward(self, data: Any) -> None:
+        data = self.model.data_preprocessor(data, True)
+        if self.features and isinstance(data, dict) and 'inputs' in data:
+            self.model.extract_feat(data['inputs'])
+        else:
+            self.model._run_forward(data, mode='loss')
+
+
+def recalibrate_bn(model: nn.Module, data: Iterator[Any], num_iters: int, progress: bool = True) -> int:
+    """Replaces the running statistics of every RepBN by the population statistics of ``num_iters`` batches.
+
+    Drop path shifts the variance that BN sees in training (Li et al. 2019), so at the end the weights are frozen
+    and only the statistics are taken anew, with the model as it will infer: in eval mode, with the BN layers
+    inside PRepBN and RepBN alone in training mode. The statistics are those of all batches together
+    (fvcore's ``precise_bn``), over all ranks. Nothing else changes: parameters, modes, momenta, random states.
+
+    Args:
+        model (nn.Module): An mmengine model, not wrapped.
+        data (Iterator): Batches of its data loader, at least ``num_iters``.
+        num_iters (int): Batches to use on each rank.
+        progress (bool): Whether the main process shows a progress bar.
+
+    Returns:
+        int: The number of BN layers recalibrated.
+    """
+    layers = [m.bn for m in repbn_modules(model)]
+    tokens = [0] * len(layers)
+
+    def count(i: int):
+        def hook(module: nn.Module, args: tuple) -> None:
+            tokens[i] += args[0].numel() // args[0].shape[1]
+
+        return hook
+
+    with _restored(model, layers), torch.no_grad():
+        buffers = [(bn.running_mean, bn.running_var) for bn in layers]
+        model.eval()
+        for i, bn in enumerate(layers):
+            bn.train()
+            bn.register_forward_pre_hook(count(i))
+        batches = islice(data, num_iters)
+        if progress and is_main_process():
+            batches = track(batches, description='BN recalibration', total=num_iters)
+        update_bn_stats(_Forward(model), batches, num_iters)
+        results = [(bn.running_mean, bn.running_var) for bn in layers]
+    for n, (mean, var), (new_mean, new_var) in zip(tokens, buffers, results):
+        if n or get_world_size() > 1:
+            new_mean, new_var = _over_ranks(new_mean, new_var, n)
+            mean.copy_(new_mean)
+            var.copy_(new_var)
+    return len(layers)
+
+
+def _over_ranks(mean: Tensor, var: Tensor, tokens: int) -> List[Tensor]:
+    """Population mean and variance of all ranks' data from each rank's own, weighted by its number of tokens."""
+    mean, var = mean.double(), var.double()
+    sums = torch.cat([mean * tokens, (var + mean.square()) * tokens, mean.new_tensor([tokens])])
+    all_reduce(sums)
+    first, second = sums[:-1].div(sums[-1]).chunk(2)
+    return [first, second - first.square()]
+
+
+@contextmanager
+def _restored(model: nn.Module, layers: List[nn.Module]) -> Iterator[None]:
+    """On leaving, modes, momenta, buffers, hooks and random states are what they were on entering.
+
+    fvcore puts new tensors in place of the buffers, to which DDP and others hold references, and leaves its hooks
+    behind if the data fails.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    kept = [(bn, bn.momentum, dict(bn._buffers), bn._forward_pre_hooks.copy()) for bn in layers]
+    values = [{name: buffer.clone() for name, buffer in buffers.items()} for _, _, buffers, _ in kept]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for m, mode in modes:
+            m.training = mode
+        for (bn, momentum, buffers, hooks), old in zip(kept, values):
+            bn.momentum = momentum
+            bn._buffers.update(buffers)
+            for name, buffer in buffers.items():
+                buffer.copy_(old[name])
+            bn._forward_pre_hooks.clear()
+            bn._forward_pre_hooks.update(hooks)
+
+
+@HOOKS.register_module()
+class BNRecalibrationHook(Hook):
+    """Recalibrates the BN statistics after the last training epoch, before its validation and its checkpoint.
+
+    See :func:`recalibrate_bn` for what it does and why (the paper does it for 10 epochs, Sec. 5.1). With an
+    ``EMAHook``, the averaged model gets statistics of its own, which its validation and its checkpoint use.
+
+    Args:
+        num_epochs (int, optional): Passes over the training data. Give this or ``num_iters``.
+        num_iters (int, optional): Batches of training data on each rank.
+        validate_before (bool): Whether to run validation once more before, to see what recalibration changes;
+            its metrics are kept in the message hub as ``metrics_before_recalibration``. Defaults to False.
+
+    Raises:
+        ValueError: Unless exactly one of ``num_epochs`` and ``num_iters`` is given and positive; before training,
+            if the model has neither PRepBN nor RepBN.
+    """
+
+    priority = 58  # after GammaDecayHook (55), so gamma is final; before LoggerHook (60) and CheckpointHook (90)
+
+    def __init__(
+        self, num_epochs: Optional[int] = None, num_iters: Optional[int] = None, validate_before: bool = False
+    ) -> None:
+        given = [v for v in (num_epochs, num_iters) if v is not None]
+        if len(given) != 1 or not isinstance(given[0], int) or given[0] < 1:
+            raise ValueError(
+                'BNRecalibrationHook takes one of num_epochs and num_iters, a positive integer, but got '
+                f'num_epochs={num_epochs!r}, num_iters={num_iters!r}.'
+            )
+        self.num_epochs = num_epochs
+        self.num_iters = num_iters
+        self.validate_before = validate_before
+        self._ema: Optional[nn.Module] = None
+
+    def before_train(self, runner: Runner) -> None:
+        if next(repbn_modules(runner.model), None) is None:
+            raise ValueError(
+                f'BNRecalibrationHook: {type(_unwrap(runner.model)).__name__} has neither PRepBN nor RepBN, whose '
+                "statistics could be recalibrated. Build it with norm_cfg=dict(type='PRepBN'), or remove the hook."
+            )
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        if isinstance(runner.train_loop, EpochBasedTrainLoop) and self.is_last_train_epoch(runner):
+            self.recalibrate(runner)
+
+    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
+        if not isinstance(runner.train_loop, EpochBasedTrainLoop) and self.is_last_train_iter(runner):
+            self.recalibrate(runner)
+
+    def recalibrate(self, runner: Runner) -> None:
+        """Recalibrates ``runner``'s model, and its EMA if it has one, on its training data."""
+        if self.validate_before and runner.val_loop is not None:
+            modes = [(m, m.training) for m in runner.model.modules()]
+            metrics = runner.val_loop.run()
+            for m, mode in modes:
+                m.training = mode
+            runner.message_hub.update_info('metrics_before_recalibration', dict(metrics))
+        model = _unwrap(runner.model)
+        hook = next((h for h in runner.hooks if isinstance(h, EMAHook)), None)
+        models: Dict[str, nn.Module] = {'model': model}
+        if hook is not None:
+            models['EMA'] = hook.ema_model.module
+        for name, each in models.items():
+            iters = self._num_iters(runner.train_dataloader)
+            layers = recalibrate_bn(each, _batches(runner.train_dataloader, runner.max_epochs), iters)
+            runner.logger.info(f'BN statistics of {layers} layers of the {name} recalibrated over {iters} batches')
+        if hook is not None and not hook.ema_model.update_buffers:
+            self._ema = hook.ema_model.module
+
+    def _num_iters(self, loader) -> int:
+        if self.num_iters is not None:
+            return self.num_iters
+        # an InfiniteSampler's length is that of the whole data set, whatever the number of ranks
+        ranks = get_world_size() if isinstance(_sampler(loader), InfiniteSampler) else 1
+        return self.num_epochs * -(-len(loader) // ranks)
+
+    def _swap_statistics(self, runner: Runner) -> None:
+        for mine, averaged in zip(repbn_modules(_unwrap(runner.model)), repbn_modules(self._ema)):
+            for a, b in (
+                (mine.bn.running_mean, averaged.bn.running_mean),
+                (mine.bn.running_var, averaged.bn.running_var),
+            ):
+                kept = a.clone()
+                a.copy_(b)
+                b.copy_(kept)
+
+    def before_val_epoch(self, runner: Runner) -> None:
+        # EMAHook swaps parameters for the validation, but not buffers unless told to
+        if self._ema is not None:
+            self._swap_statistics(runner)
+
+    def after_val_epoch(self, runner: Runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        if self._ema is not None:
+            self._swap_statistics(runner)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return model.module if is_model_wrapper(model) else model
+
+
+def _sampler(loader):
+    """Where a batch sampler groups the indices of another sampler, that one."""
+    sampler = loader.sampler
+    return sampler if hasattr(sampler, 'set_epoch') else getattr(loader.batch_sampler, 'sampler', sampler)
+
+
+def _batches(loader, epoch: int) -> Iterator[Any]:
+    """The loader's batches without end; each pass with the sampler's shuffle of another epoch, which is then reset."""
+    sampler = _sampler(loader)
+    before = getattr(sampler, 'epoch', None)
+    try:
+        while True:
+            if hasattr(sampler, 'set_epoch'):
+                sampler.set_epoch(epoch)
+            yield from loader
+            epoch += 1
+    finally:
+        if hasattr(sampler, 'set_epoch'):
+            sampler.set_epoch(before)

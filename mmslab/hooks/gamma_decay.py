@@ -1,0 +1,141 @@
+"""Moves PRepBN's gamma from LayerNorm to RepBN while a model trains (SLAB paper, Eq. 6)."""
+
+import logging
+import math
+from typing import Optional, Union
+
+from mmengine.hooks import Hook
+from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from ..layers.norm import PRepBN, check_gamma, prepbn_modules, set_gamma
+
+DATA_BATCH = Optional[Union[dict, tuple, list]]
+SCHEDULES = ('linear', 'cosine', 'step')
+UNITS = ('iter', 'epoch', 'fraction')
+
+
+@HOOKS.register_module()
+class GammaDecayHook(Hook):
+    """Sets ``gamma = max(0, (T - t) / T)`` (Eq. 6) in every PRepBN, t being the training iterations done.
+
+    gamma depends on the runner's iteration alone: a resumed run goes through the same gammas as one that was
+    never interrupted, and neither gradient checkpointing nor accumulation nor several forwards a step change
+    it. Validation and checkpoints after t iterations have the gamma of t. The gamma of each training iteration
+    is logged as ``gamma``, so every visualizer backend shows it.
+
+    Args:
+        T (float): How long the decay takes, in ``unit``. 0 means gamma 0 as soon as ``hold`` is over, from the
+            start if there is none.
+        unit (str): 'iter', 'epoch', or 'fraction' (of the whole training). Defaults to 'fraction'.
+        schedule (str): 'linear' (Eq. 6), 'cosine' or 'step' (Sec. 4.1 names both). Defaults to 'linear'.
+        hold (float): How long gamma stays at ``start`` before it decays, in ``unit``. Defaults to 0.
+        start (float): gamma before the decay, in [0, 1]. Defaults to 1.
+        num_steps (int): Of schedule 'step': gamma falls in that many equal steps. Defaults to 10.
+
+    Raises:
+        ValueError: If T or hold is negative, or outside [0, 1] as a fraction; for an unknown unit or schedule;
+            for ``start`` outside [0, 1]; before training, if the model has no PRepBN.
+    """
+
+    priority = 55  # after EMAHook (50), which swaps buffers, and before LoggerHook (60) and CheckpointHook (90)
+
+    def __init__(
+        self,
+        T: float = 0.5,
+        unit: str = 'fraction',
+        schedule: str = 'linear',
+        hold: float = 0.0,
+        start: float = 1.0,
+        num_steps: int = 10,
+    ) -> None:
+        if unit not in UNITS:
+            raise ValueError(f'unit must be one of {UNITS}, but got {unit!r}.')
+        if schedule not in SCHEDULES:
+            raise ValueError(f'schedule must be one of {SCHEDULES}, but got {schedule!r}.')
+        for name, value in (('T', T), ('hold', hold)):
+            if not value >= 0 or math.isinf(value):
+                raise ValueError(f'{name} must be at least 0, but got {value!r}. Use T=0 for gamma 0 from the start.')
+            if unit == 'fraction' and value > 1:
+                raise ValueError(
+                    f'{name} is a fraction of the training and must lie in [0, 1], but got {value!r}. For iterations set '
+                    "unit='iter', for epochs unit='epoch'."
+                )
+        if num_steps < 1:
+            raise ValueError(f'num_steps must be at least 1, but got {num_steps}.')
+        self.T = T
+        self.unit = unit
+        self.schedule = schedule
+        self.hold = hold
+        self.start = check_gamma(start, 'start')
+        self.num_steps = num_steps
+        self._training = False
+
+    def gamma_at(self, t: float, T: float, hold: float = 0.0) -> float:
+        """gamma after ``t`` of the ``T`` iterations of a decay that begins at ``hold``."""
+        if t < hold:
+            return self.start
+        done = 1.0 if T == 0 else min((t - hold) / T, 1.0)
+        if self.schedule == 'cosine':
+            return self.start * (1 + math.cos(math.pi * done)) / 2 if done < 1 else 0.0
+        if self.schedule == 'step':
+            done = math.floor(done * self.num_steps + 1e-9) / self.num_steps
+        return self.start * (1 - done)
+
+    def gamma_of(self, runner: Runner, iteration: int) -> float:
+        """gamma after ``iteration`` iterations of this run."""
+        if self.unit == 'iter':
+            scale = 1
+        elif self.unit == 'epoch':
+            scale = len(runner.train_dataloader)
+        else:
+            scale = runner.max_iters
+        return self.gamma_at(iteration, self.T * scale, self.hold * scale)
+
+    def _model(self, runner: Runner):
+        return runner.model.module if is_model_wrapper(runner.model) else runner.model
+
+    def before_train(self, runner: Runner) -> None:
+        if next(prepbn_modules(runner.model), None) is None:
+            raise ValueError(
+                f'GammaDecayHook: {type(self._model(runner)).__name__} has no PRepBN whose gamma could decay. Build it '
+                "with norm_cfg=dict(type='PRepBN'), or remove the hook from custom_hooks."
+            )
+        last = self.gamma_of(runner, runner.max_iters)
+        if last > 0:
+            print_log(
+                f'GammaDecayHook: gamma is still {last:.3f} after the last iteration, so the model will not be a pure '
+                'RepBN and cannot be folded. Shorten T or hold to change that.',
+                logger='current',
+                level=logging.WARNING,
+            )
+        self._training = True
+        set_gamma(runner.model, self.gamma_of(runner, runner.iter))
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
+        set_gamma(runner.model, self.gamma_of(runner, runner.iter))
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: Optional[dict] = None
+    ) -> None:
+        runner.message_hub.update_scalar('train/gamma', self.gamma_of(runner, runner.iter))
+        set_gamma(runner.model, self.gamma_of(runner, runner.iter + 1))
+
+    def before_val_epoch(self, runner: Runner) -> None:
+        if self._training:  # EMAHook may just have swapped in a gamma averaged over time
+            set_gamma(runner.model, self.gamma_of(runner, runner.iter))
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        # the same for what EMAHook put into the checkpoint
+        for name, layer in self._model(runner).named_modules():
+            if isinstance(layer, PRepBN):
+                key = f'{name}.gamma' if name else 'gamma'
+                for state in (checkpoint.get('state_dict', {}), checkpoint.get('ema_state_dict', {})):
+                    for k in (key, f'module.{key}'):
+                        if k in state:
+                            state[k] = layer.gamma.detach().cpu().clone()
+
+    def after_train(self, runner: Runner) -> None:
+        self._training = False

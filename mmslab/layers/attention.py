@@ -1,0 +1,324 @@
+"""Window attention: simplified linear (SLAB paper, Eq. 9), focused linear, and softmax.
+
+Every class is called in the same way by a backbone, ``attn(x, hw_shape=(h, w), mask=None)``, with ``x`` the
+tokens of windows, ``(num_windows, h * w, C)``. A new attention type is a module with that call and the
+constructor arguments ``embed_dims, num_heads, window_size, qkv_bias, proj_drop``, registered in ``MODELS``;
+a backbone then takes its name as it takes ``'sla'``.
+"""
+
+from typing import Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmengine.model import BaseModule
+from mmengine.registry import MODELS
+from torch import Tensor
+
+from .windows import Size
+
+
+def to_pair(value: Union[int, Size], name: str = 'window_size') -> Size:
+    """``7`` -> ``(7, 7)``; raises ValueError, naming ``name``, for anything but positive integers."""
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not all(isinstance(v, int) and v > 0 for v in pair):
+        raise ValueError(f'{name} must be a positive integer or a pair of them, but got {value!r}.')
+    return pair
+
+
+def check_heads(embed_dims: int, num_heads: int) -> int:
+    """Returns the dimensions of one head; raises ValueError unless ``num_heads`` divides ``embed_dims``."""
+    if num_heads < 1 or embed_dims % num_heads:
+        raise ValueError(
+            f'num_heads must divide embed_dims, but got num_heads={num_heads}, embed_dims={embed_dims}. '
+            f'Choose a divisor of {embed_dims}.'
+        )
+    return embed_dims // num_heads
+
+
+def resize_positional_encoding(encoding: Tensor, old: Size, new: Size) -> Tensor:
+    """Resizes an encoding ``(1, old[0] * old[1], C)`` to ``(1, new[0] * new[1], C)``, bicubically."""
+    grid = encoding.reshape(1, *old, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid.float(), size=new, mode='bicubic', align_corners=False)
+    return grid.flatten(2).transpose(1, 2).to(encoding.dtype)
+
+
+class _LinearAttention(BaseModule):
+    """What simplified and focused linear attention share: all but the map from q, k to positive features."""
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        window_size: Union[int, Size],
+        qkv_bias: bool = True,
+        kernel_size: int = 5,
+        proj_drop: float = 0.0,
+        batch_first: bool = True,
+        init_cfg: Optional[dict] = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        head_dims = check_heads(embed_dims, num_heads)
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f'kernel_size must be odd, so that the map keeps its size, but got {kernel_size}.')
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.window_size = to_pair(window_size)
+        self.batch_first = batch_first
+        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(proj_drop)
+        # one kernel per dimension of a head, shared by the heads
+        self.dwc = nn.Conv2d(head_dims, head_dims, kernel_size, padding=kernel_size // 2, groups=head_dims)
+        h, w = self.window_size
+        self.positional_encoding = nn.Parameter(torch.zeros(1, h * w, embed_dims))
+
+    def features(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
+        """Maps queries and keys, each ``(B, N, C)``, to non-negative features of the same shape."""
+        raise TypeError(f'{type(self).__name__} must define features()')
+
+    def attend(self, x: Tensor, hw_shape: Size, pos: Optional[Tensor] = None) -> Tensor:
+        """Attention among the ``N = h * w`` tokens of each window: ``(B, N, C)`` to the same.
+
+        ``pos`` is added to what queries and keys, not values, are computed from.
+        """
+        if pos is None:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+        else:
+            weight, bias = self.qkv.weight, self.qkv.bias
+            C = 2 * self.embed_dims
+            q, k = F.linear(x + pos, weight[:C], None if bias is None else bias[:C]).chunk(2, dim=-1)
+            v = F.linear(x, weight[C:], None if bias is None else bias[C:])
+        encoding = self.positional_encoding
+        if hw_shape != self.window_size:
+            encoding = resize_positional_encoding(encoding, self.window_size, hw_shape)
+        q, k = self.features(q, k + encoding)
+        out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(q.shape[1])) + self.local(v, hw_shape)
+        return self.proj_drop(self.proj(out))
+
+    def normalizer_eps(self, num_tokens: int) -> float:
+        """What keeps the normalizer ``q sum(k)`` of a window of ``num_tokens`` from zero."""
+        return 1e-6
+
+    def local(self, v: Tensor, hw_shape: Size) -> Tensor:
+        """The depth-wise convolution of the values (Eq. 9), all heads at once: ``(B, N, C)`` to the same."""
+        B, N, C = v.shape
+        grid = v.reshape(B, *hw_shape, C).permute(0, 3, 1, 2)
+        weight = self.dwc.weight.repeat(self.num_heads, 1, 1, 1)
+        bias = self.dwc.bias.repeat(self.num_heads)
+        grid = F.conv2d(grid, weight, bias, padding=self.dwc.padding, groups=C)
+        return grid.permute(0, 2, 3, 1).reshape(B, N, C)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        identity: Optional[Tensor] = None,
+        query_pos: Optional[Tensor] = None,
+        key_pos: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+        *,
+        hw_shape: Optional[Size] = None,
+        mask: Optional[Tensor] = None,
+        **kwargs,
+    ) -> Tensor:
+        """Called ``(x, hw_shape=(h, w))`` by a backbone: returns the attention alone.
+
+        Called with a ``key``, as mmcv's ``BaseTransformerLayer`` does: returns ``identity`` (``query`` unless
+        given) plus the attention, mmcv's convention for a member of ``attn_cfgs``. It is self-attention: ``key``
+        and ``value`` must be ``query``. ``mask`` is ignored, as the authors train without one.
+
+        Args:
+            query (Tensor): ``(B, N, C)``, or ``(N, B, C)`` with ``batch_first=False``.
+            hw_shape (tuple[int, int], optional): Height and width, N in all, of the tokens' map. By default
+                ``window_size`` if that has N tokens, else a square.
+
+        Raises:
+            ValueError: If ``key`` is another tensor than ``query``, a mask of mmcv's is given, or N tokens do
+                not fill ``hw_shape``.
+        """
+        from_mmcv = key is not None or value is not None
+        if from_mmcv:
+            for name, other in (('key', key), ('value', value)):
+                if other is not None and other is not query:
+                    raise ValueError(
+                        f'{type(self).__name__} is self-attention, but {name} is not query. Use it as such.'
+                    )
+            for name, other in (('attn_mask', attn_mask), ('key_padding_mask', key_padding_mask)):
+                if other is not None:
+                    raise ValueError(
+                        f'{type(self).__name__} sums over all keys at once and can apply no {name}. Pass None, or '
+                        "use 'MultiheadAttention'."
+                    )
+            identity = query if identity is None else identity
+        if not self.batch_first:
+            query = query.transpose(0, 1)
+            query_pos = None if query_pos is None else query_pos.transpose(0, 1)
+        out = self.attend(query, self._hw_shape(query.shape[1], hw_shape), query_pos)
+        out = out if self.batch_first else out.transpose(0, 1)
+        return identity + out if from_mmcv else out
+
+    def _hw_shape(self, num_tokens: int, hw_shape: Optional[Size]) -> Size:
+        if hw_shape is None:
+            side = round(num_tokens**0.5)
+            h, w = self.window_size
+            hw_shape = self.window_size if h * w == num_tokens else (side, side)
+        if hw_shape[0] * hw_shape[1] != num_tokens:
+            raise ValueError(
+                f'hw_shape={tuple(hw_shape)} does not hold the {num_tokens} tokens of the input. Pass hw_shape=(h, w) '
+                f'with h * w = {num_tokens}.'
+            )
+        return tuple(hw_shape)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float = 1e-6) -> Tensor:
+    """``q (k^T v) / (q sum(k) + eps)`` per head (SLAB paper, Eqs. 7 and 9), in float32 under mixed precision.
+
+    Of the two orders of the triple product the cheaper is taken: ``q (k^T v)`` is linear in the tokens,
+    ``(q k^T) v`` is linear in the dimensions of a head.
+
+    Args:
+        q, k (Tensor): Non-negative features, ``(B, N, C)``.
+        v (Tensor): ``(B, N, C)``.
+        num_heads (int): Heads, a divisor of C.
+        eps (float): Keeps the normalizer from zero. Defaults to 1e-6.
+
+    Returns:
+        Tensor: ``(B, N, C)``.
+    """
+    B, N, C = v.shape
+    with torch.autocast(v.device.type, enabled=False):
+        if v.dtype in (torch.float16, torch.bfloat16):
+            q, k, v = q.float(), k.float(), v.float()
+        q, k, v = (t.reshape(B, N, num_heads, C // num_heads).transpose(1, 2) for t in (q, k, v))
+        normalizer = q @ k.sum(dim=2, keepdim=True).transpose(-2, -1) + eps  # (B, heads, N, 1)
+        out = q @ (k.transpose(-2, -1) @ v) if N > C // num_heads else (q @ k.transpose(-2, -1)) @ v
+        return (out / normalizer).transpose(1, 2).reshape(B, N, C)
+
+
+@MODELS.register_module(name=['SimplifiedLinearAttention', 'SLA'])
+class SimplifiedLinearAttention(_LinearAttention):
+    """Simplified linear attention, SLA (SLAB paper, Eq. 9).
+
+    ``q = relu(Wq x)``, ``k = relu(Wk x + positional_encoding)``, ``o = q (k^T v) / (q sum(k) + 1e-6) + DWC(v)``,
+    then a projection. DWC is a depth-wise convolution of the values, shared by the heads.
+
+    Args:
+        embed_dims (int): Channels C.
+        num_heads (int): Heads, a divisor of ``embed_dims``.
+        window_size (int | tuple[int, int]): Height and width of the windows that the positional encoding is
+            made for. Windows of another size get it resized.
+        qkv_bias (bool): Whether q, k and v have a bias. Defaults to True.
+        kernel_size (int): Of DWC, odd. Defaults to 5.
+        proj_drop (float): Dropout rate after the projection. Defaults to 0.
+        batch_first (bool): Whether inputs are ``(B, N, C)`` or ``(N, B, C)``. Defaults to True.
+        init_cfg (dict, optional): As in every ``BaseModule``.
+
+    Raises:
+        ValueError: If heads do not divide dims, or ``kernel_size`` is even.
+    """
+
+    def features(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
+        return F.relu(q), F.relu(k)
+
+
+@MODELS.register_module()
+class FocusedLinearAttention(_LinearAttention):
+    """Focused linear attention of the FLatten Transformer (Han et al., ICCV 2023), the baseline of Table 2.
+
+    The features of SLA are sharpened: divided by a learnt ``softplus(scale)``, raised to ``focusing_factor``
+    and scaled back to their former norm, which is taken over all heads together.
+
+    Args:
+        focusing_factor (float): The power p of the paper. Defaults to 3.
+        **kwargs: Those of :class:`SimplifiedLinearAttention`.
+    """
+
+    def __init__(self, embed_dims: int, *args, focusing_factor: float = 3, **kwargs) -> None:
+        super().__init__(embed_dims, *args, **kwargs)
+        if focusing_factor <= 0:
+            raise ValueError(f'focusing_factor must be positive, but got {focusing_factor}.')
+        self.focusing_factor = focusing_factor
+        self.scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
+
+    def features(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
+        scale = F.softplus(self.scale)
+        return self._focus(q, scale), self._focus(k, scale)
+
+    def normalizer_eps(self, num_tokens: int) -> float:
+        return 1e-6 * num_tokens  # its authors add 1e-6 to the mean over the keys, not to the sum
+
+    def _focus(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = (F.relu(x) + 1e-6) / scale  # float32 also under mixed precision, as scale is
+        focused = x**self.focusing_factor
+        return focused * (x.norm(dim=-1, keepdim=True) / focused.norm(dim=-1, keepdim=True))
+
+
+@MODELS.register_module()
+class SoftmaxWindowAttention(BaseModule):
+    """Softmax attention in windows with a relative position bias (Swin Transformer, Liu et al. 2021; Eq. 8).
+
+    Args:
+        embed_dims (int): Channels C.
+        num_heads (int): Heads, a divisor of ``embed_dims``.
+        window_size (int | tuple[int, int]): Height and width of a window.
+        qkv_bias (bool): Whether q, k and v have a bias. Defaults to True.
+        attn_drop (float): Dropout rate of the attention weights. Defaults to 0.
+        proj_drop (float): Dropout rate after the projection. Defaults to 0.
+        init_cfg (dict, optional): As in every ``BaseModule``.
+
+    Raises:
+        ValueError: If heads do not divide dims.
+    """
+
+    uses_mask = True  # a block makes a mask for shifted windows only where this is set
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        window_size: Union[int, Size],
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        init_cfg: Optional[dict] = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.scale = check_heads(embed_dims, num_heads) ** -0.5
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.window_size = h, w = to_pair(window_size)
+        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * h - 1) * (2 * w - 1), num_heads))
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
+        rows = torch.arange(h)[:, None] - torch.arange(h) + h - 1
+        cols = torch.arange(w)[:, None] - torch.arange(w) + w - 1
+        index = rows[:, None, :, None] * (2 * w - 1) + cols[None, :, None, :]  # (h, w, h, w)
+        self.register_buffer('relative_position_index', index, persistent=False)
+
+    def position_bias(self, hw_shape: Size) -> Tensor:
+        """The bias of windows of ``hw_shape``, at most ``window_size``: ``(num_heads, h * w, h * w)``."""
+        h, w = hw_shape
+        index = self.relative_position_index[:h, :w, :h, :w].reshape(h * w, h * w)
+        return self.relative_position_bias_table[index].permute(2, 0, 1)
+
+    def forward(self, x: Tensor, *, hw_shape: Optional[Size] = None, mask: Optional[Tensor] = None) -> Tensor:
+        """Attention within windows, ``(B * num_windows, h * w, C)`` to the same.
+
+        Args:
+            hw_shape (tuple[int, int], optional): Height and width of a window. Defaults to ``window_size``.
+            mask (Tensor, optional): bool, ``(num_windows, h * w, h * w)``, True where attention is allowed.
+        """
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        attn = (q * self.scale) @ k.transpose(-2, -1) + self.position_bias(hw_shape or self.window_size)
+        if mask is not None:
+            attn = attn.view(-1, mask.shape[0], self.num_heads, N, N)
+            attn = attn.masked_fill(~mask[:, None], float('-inf')).view(B, self.num_heads, N, N)
+        attn = self.attn_drop(attn.softmax(dim=-1))
+        return self.proj_drop(self.proj((attn @ v).transpose(1, 2).reshape(B, N, C)))

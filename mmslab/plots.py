@@ -1,0 +1,62 @@
+"""Curves of a training, from the scalars that mmengine's LocalVisBackend writes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Dict, List, Tuple, Union
+
+Curve = Tuple[List[int], List[float]]
+
+
+def read_scalars(path: Union[str, os.PathLike]) -> Dict[str, Curve]:
+    """Each scalar in a ``scalars.json`` as (steps, values). Validation metrics are logged by epoch, the rest by iteration."""
+    curves: Dict[str, Curve] = {}
+    for line in Path(path).read_text().splitlines():
+        entry = json.loads(line)
+        step = entry.get('step', entry.get('iter'))
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and name not in ('step', 'iter', 'epoch'):
+                steps, values = curves.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    return curves
+
+
+def draw_curves(
+    scalars: Union[str, os.PathLike], out: Union[str, os.PathLike], iters_per_epoch: int, before: Dict[str, float]
+) -> None:
+    """Draws loss, gamma and AP50 over the iterations of a training into a PNG.
+
+    Args:
+        scalars (str | Path): A ``scalars.json``.
+        out (str | Path): The PNG to write.
+        iters_per_epoch (int): To put the validations, counted in epochs, on the same axis.
+        before (dict[str, float]): Metrics before the BN recalibration, drawn as open markers.
+    """
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    curves = read_scalars(scalars)
+    figure, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout='constrained')
+    axes[0].plot(*curves['loss'], color='tab:gray', lw=1)
+    axes[0].set(ylabel='training loss', ylim=(0, None))
+    axes[1].plot(*curves['gamma'], color='tab:purple')
+    axes[1].set(ylabel='gamma', ylim=(-0.05, 1.05))
+    axes[1].annotate('LayerNorm', (0.99, 0.9), xycoords='axes fraction', ha='right', va='top', color='gray')
+    axes[1].annotate('RepBN', (0.99, 0.1), xycoords='axes fraction', ha='right', va='bottom', color='gray')
+    for kind, colour in (('bbox', 'tab:blue'), ('segm', 'tab:orange')):
+        name = f'coco/{kind}_mAP_50'
+        epochs, values = curves.get(name, ([], []))
+        last = {e: v for e, v in zip(epochs, values)}  # the last epoch is validated before and after recalibration
+        steps = [e * iters_per_epoch for e in last]
+        axes[2].plot(steps, list(last.values()), 'o-', color=colour, label=f'{kind} AP50')
+        if name in before and steps:
+            axes[2].plot(steps[-1], before[name], 'o', mfc='none', color=colour, label=f'{kind}, before recalibration')
+    axes[2].set(ylabel='AP50', xlabel='iteration', ylim=(0, 1))
+    axes[2].legend(loc='upper left', fontsize='small')
+    for ax in axes:
+        ax.grid(alpha=0.3)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,52 @@
+import os
+from pathlib import Path
+from typing import Dict, Tuple
+
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault('OMP_NUM_THREADS', '2')
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(__file__).parent / 'data' / 'golden'
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+def golden(name: str) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:
+    """The arrays of a golden file and the weights in it."""
+    with np.load(GOLDEN / f'{name}.npz') as f:
+        arrays = {k: torch.from_numpy(f[k]) for k in f.files}
+    state = {k[len('state/') :]: v for k, v in arrays.items() if k.startswith('state/')}
+    return {k: v for k, v in arrays.items() if not k.startswith('state/')}, state
+
+
+def assert_relative(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Largest difference over largest magnitude; a zero reference must be met exactly."""
+    assert actual.shape == expected.shape
+    scale = expected.detach().abs().max().item()
+    error = (actual.detach() - expected.detach()).abs().max().item()
+    assert error <= tolerance * scale, f'relative error {error / max(scale, 1e-300):.2e} over {tolerance:.0e}'
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights and BN statistics that no initialization has: everything matters to the output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            scale = 0.3 / max(p[0].numel(), 1) ** 0.5 * 3 if p.dim() > 1 else 0.3
+            p.copy_(torch.randn(p.shape, generator=generator) * scale + (1.0 if _is_norm_weight(name, p) else 0.0))
+        for name, b in model.named_buffers():
+            if name.endswith('running_mean'):
+                b.copy_(torch.randn(b.shape, generator=generator) * 0.3)
+            elif name.endswith('running_var'):
+                b.copy_(torch.rand(b.shape, generator=generator) + 0.5)
+    return model
+
+
+def _is_norm_weight(name: str, p: torch.Tensor) -> bool:
+    return p.dim() == 1 and name.endswith('weight')

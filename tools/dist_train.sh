@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# dist_train.sh CONFIG GPUS [train.py's arguments]
+# Several machines: on each, NNODES=2 NODE_RANK=0|1 MASTER_ADDR=... PORT=... dist_train.sh CONFIG GPUS_PER_MACHINE
+set -euo pipefail
+if [ $# -lt 2 ]; then
+    sed -n '2,3s/^# //p' "$0" >&2
+    exit 2
+fi
+CONFIG=$1
+GPUS=$2
+exec torchrun \
+    --nnodes="${NNODES:-1}" \
+    --node_rank="${NODE_RANK:-0}" \
+    --master_addr="${MASTER_ADDR:-127.0.0.1}" \
+    --master_port="${PORT:-29500}" \
+    --nproc_per_node="$GPUS" \
+    "$(dirname "$0")/train.py" "$CONFIG" --launcher pytorch "${@:3}"
