@@ -75,7 +75,7 @@ def load_file(path: Union[str, os.PathLike], trust: bool = False) -> Any:
         with _mmengine_globals():
             return torch.load(path, map_location='cpu', weights_only=not trust)
     except Exception as e:  # torch raises half a dozen types for a bad file
-        if 'Weights only load failed' in str(e) and 'Unsupported' in str(e) or 'GLOBAL' in str(e):
+        if re.search('unsupported (global|class)', str(e), re.IGNORECASE):
             raise ValueError(
                 f'checkpoint {path!r} holds Python objects beside tensors, which can run code when loaded. If you trust '
                 'where it comes from, load it with --trust-checkpoint (in Python: trust=True).'
@@ -303,8 +303,8 @@ def _fit_norms(state: StateDict, model: nn.Module, name: str) -> StateDict:
         state = {re.sub(r'^norm\.', f'norm{outs[0]}.', k): v for k, v in state.items()}
 
     def move(old: str, new: str) -> None:
-        for key in [k for k in state if k.startswith(old) and not k.startswith(new)]:
-            state[new + key[len(old) :]] = state.pop(key)
+        moved = {key: state.pop(key) for key in list(state) if key.startswith(old)}
+        state.update({new + key[len(old) :]: value for key, value in moved.items()})
 
     def kind(at: str) -> Optional[str]:
         for key, found in (('repbn.eta', 'PRepBN'), ('eta', 'RepBN'), ('bn.weight', 'BN'), ('weight', 'LN')):

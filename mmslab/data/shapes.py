@@ -30,7 +30,7 @@ def make_shapes(
 ) -> Dict[str, int]:
     """Writes ``out/{train,val}/*.jpg`` and ``out/annotations/instances_{train,val}.json``.
 
-    Textured backgrounds; discs, rectangles, triangles, stars and rings from a sixteenth to a good half of the
+    Textured backgrounds; discs, rectangles, triangles, stars and rings from an eighth to over a half of the
     image side, textured too, turned at random, covering each other. An instance's mask is what is visible of
     it; its colour says nothing of its class. The same arguments give the same bytes.
 
@@ -140,7 +140,7 @@ def _texture(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray
 
 def _shape(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
     """The mask (bool) of a shape of class ``label`` somewhere in the image, at least its centre inside."""
-    radius = float(np.exp(rng.uniform(np.log(size / 16), np.log(size / 3.5))))
+    radius = float(np.exp(rng.uniform(np.log(size / 13), np.log(size / 3.5))))
     centre = rng.uniform(0.08, 0.92, 2) * size
     turn = rng.uniform(0, 2 * np.pi)
     stretch = rng.uniform(0.7, 1.0)

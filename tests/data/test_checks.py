@@ -1,0 +1,81 @@
+import json
+import os
+
+import pytest
+from mmengine.config import Config
+
+from mmslab.data.checks import check_datasets, check_writable
+from mmslab.data.shapes import make_shapes
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    make_shapes(tmp_path, num_train=2, num_val=2, size=32, progress=False)
+    return tmp_path
+
+
+def config(root, wrapped=False):
+    dataset = dict(
+        type='CocoDataset',
+        data_root=str(root),
+        ann_file='annotations/instances_train.json',
+        data_prefix=dict(img='train/'),
+    )
+    if wrapped:
+        dataset = dict(type='RepeatDataset', times=2, dataset=dict(type='ConcatDataset', datasets=[dataset]))
+    return Config(dict(train_dataloader=dict(dataset=dataset)))
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+def test_a_good_set_passes_and_a_missing_one_is_named(shapes, wrapped):
+    check_datasets(config(shapes, wrapped))
+    with pytest.raises(
+        FileNotFoundError, match='no/annotations.*does not exist.*cocodataset.org.*COCO_ROOT.*make demo'
+    ):
+        check_datasets(config(shapes / 'no', wrapped))
+
+
+def test_an_empty_image_folder_is_named(shapes):
+    for image in (shapes / 'train').iterdir():
+        image.unlink()
+    with pytest.raises(FileNotFoundError, match='image folder .*train.* is empty'):
+        check_datasets(config(shapes))
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (lambda c: '{"images": [', 'is no JSON file'),
+        (lambda c: [], "has no list 'images'"),
+        (lambda c: {**c, 'annotations': None}, "has no list 'annotations'"),
+        (lambda c: {**c, 'images': []}, 'has no images, so there is nothing to learn'),
+        (lambda c: {**c, 'annotations': []}, 'has no annotations, so there is nothing to learn'),
+        (lambda c: {**c, 'annotations': [{'id': 1}]}, r'annotations\[0\] .*lacks one of id, image_id'),
+        (lambda c: {**c, 'annotations': [{**c['annotations'][0], 'image_id': 99}]}, 'image_id 99'),
+        (lambda c: {**c, 'categories': c['categories'][:0] + [{'id': 77}]}, r'annotations\[0\] .*category_id'),
+    ],
+)
+def test_malformed_annotations_are_named(shapes, change, message):
+    path = shapes / 'annotations' / 'instances_train.json'
+    changed = change(json.loads(path.read_text()))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(ValueError, match=f'instances_train.json.*{message}|{message}'):
+        check_datasets(config(shapes))
+
+
+def test_a_large_truncated_file_is_named(shapes, monkeypatch):
+    monkeypatch.setattr('mmslab.data.checks._PARSE_UP_TO', 10)
+    check_datasets(config(shapes))
+    path = shapes / 'annotations' / 'instances_train.json'
+    path.write_text(path.read_text()[:-3])
+    with pytest.raises(ValueError, match='no complete JSON file'):
+        check_datasets(config(shapes))
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
+    check_writable(tmp_path / 'new' / 'folder', 'work_dir')
+    assert os.listdir(tmp_path / 'new' / 'folder') == []
+    (tmp_path / 'file').write_text('mine')
+    with pytest.raises(OSError, match='work_dir=.*file/sub.* cannot be written.*Choose a folder'):
+        check_writable(tmp_path / 'file' / 'sub', 'work_dir')
+    assert (tmp_path / 'file').read_text() == 'mine'

@@ -1,0 +1,174 @@
+"""The command lines, as a user types them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import pytest
+import torch
+
+from mmslab.apis import build_tester, build_trainer, infer
+from mmslab.data.shapes import make_shapes
+
+from .conftest import ROOT
+
+CONFIG = ROOT / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
+COCO = ROOT / 'configs' / 'maskrcnn_slab_swin_t_1x.py'
+# the demo's model in minutes' stead: two epochs of four iterations on 64 pixels
+SHORT = [
+    'train_dataloader.batch_size=4',
+    'train_cfg.max_epochs=2',
+    'train_cfg.val_interval=2',
+    'default_hooks.checkpoint.interval=1',
+    'custom_hooks.0.T=1.0',
+    'custom_hooks.0.hold=0.0',
+]
+
+
+def tool(name, *args, cwd, env=None):
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '', **(env or {})}
+    return subprocess.run(
+        [sys.executable, str(ROOT / 'tools' / f'{name}.py'), *map(str, args)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """Shapes, and a run of tools/train.py on them that was stopped after one epoch and resumed."""
+    root = tmp_path_factory.mktemp('run')
+    made = tool('make_shapes', 'shapes', '--num-train', 16, '--num-val', 4, '--size', 64, cwd=root)
+    assert made.returncode == 0 and 'instances to train on' in made.stdout, made.stderr
+    env = dict(SHAPES_ROOT='shapes')
+    first = tool(
+        'train', CONFIG, '--work-dir', 'out', '--cfg-options', *SHORT, 'train_cfg.max_epochs=1', cwd=root, env=env
+    )
+    assert first.returncode == 0, first.stderr
+    second = tool('train', CONFIG, '--work-dir', 'out', '--resume', '--cfg-options', *SHORT, cwd=root, env=env)
+    assert second.returncode == 0, second.stderr
+    return root, second.stdout
+
+
+def test_train_resumes_recalibrates_and_shows_progress(trained):
+    root, output = trained
+    checkpoint = torch.load(root / 'out' / 'epoch_2.pth', weights_only=False)
+    gammas = {float(v) for k, v in checkpoint['state_dict'].items() if k.endswith('gamma')}
+    assert gammas == {0.0} and checkpoint['meta']['iter'] == 8
+    log = sorted(root.glob('out/*/*.log'))[-1].read_text()
+    assert 'resumed epoch: 1, iter: 4' in log
+    assert 'BN statistics of 22 layers of the model recalibrated over 4 batches' in log
+    assert output.count('validation after iteration 8') == 2 and 'bbox_mAP_50' in output
+
+
+def test_test_evaluates_and_writes_predictions(trained):
+    root, _ = trained
+    args = (CONFIG, 'out/epoch_2.pth', '--work-dir', 'eval', '--out', 'eval.pkl', '--show-dir', 'shown')
+    run = tool('test', *args, cwd=root, env=dict(SHAPES_ROOT='shapes'))
+    assert run.returncode == 0, run.stderr
+    assert 'coco/segm_mAP_50' in run.stdout and (root / 'eval.pkl').stat().st_size > 0
+    assert len(list((root / 'eval').glob('*/shown/*'))) == 4
+    again = tool('test', *args, cwd=root, env=dict(SHAPES_ROOT='shapes'))
+    assert again.returncode != 0 and "error: --out 'eval.pkl' exists" in again.stderr
+
+
+def test_infer_draws_a_folder_and_an_image(trained):
+    root, _ = trained
+    args = ('--config', CONFIG, '--checkpoint', 'out/epoch_2.pth', '--out', 'drawn', '--score-thr', 0.0)
+    run = tool('infer', 'shapes/val', *args, cwd=root)
+    assert run.returncode == 0 and '4 images drawn into drawn' in run.stdout, run.stderr
+    for image in (root / 'shapes' / 'val').iterdir():
+        drawn = cv2.imread(str(root / 'drawn' / image.name))
+        assert drawn is not None and abs(drawn.astype(int) - cv2.imread(str(image))).max() > 30
+    again = tool('infer', 'shapes/val/000001.jpg', *args, cwd=root)
+    assert again.returncode != 0 and again.stderr.startswith('error: out: ') and '--force' in again.stderr
+
+
+def test_convert_checkpoint(trained):
+    root, _ = trained
+    run = tool('convert_checkpoint', 'out/epoch_2.pth', 'converted.pth', cwd=root)
+    assert run.returncode == 0 and '0 renamed' in run.stdout, run.stderr
+    state = torch.load(root / 'converted.pth', weights_only=True)['state_dict']
+    assert state.keys() == torch.load(root / 'out' / 'epoch_2.pth', weights_only=False)['state_dict'].keys()
+
+
+def test_coco_that_is_not_there_is_one_line(tmp_path):
+    run = tool('train', COCO, cwd=tmp_path, env=dict(COCO_ROOT='nowhere/coco'))
+    assert run.returncode != 0
+    (line,) = [text for text in run.stderr.splitlines() if 'error' in text]
+    assert line.startswith(
+        "error: train_dataloader: 'nowhere/coco/annotations/instances_train2017.json' does not exist."
+    )
+    assert 'COCO_ROOT' in line and 'make demo' in line and 'Traceback' not in run.stderr
+    assert not (tmp_path / 'work_dirs').exists()
+
+
+@pytest.fixture
+def shapes(tmp_path, monkeypatch):
+    make_shapes(tmp_path / 'shapes', num_train=4, num_val=2, size=64, progress=False)
+    monkeypatch.setenv('SHAPES_ROOT', str(tmp_path / 'shapes'))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_bad_input_to_training_is_named(shapes):
+    with pytest.raises(FileNotFoundError, match='config .*no.py.* does not exist'):
+        build_trainer('no.py')
+    with pytest.raises(FileNotFoundError, match='--resume .*no.pth.* does not exist'):
+        build_trainer(CONFIG, resume='no.pth')
+    with pytest.raises(FileNotFoundError, match='pre-trained weights .*no.pth.*init_cfg=None'):
+        build_trainer(CONFIG, options={'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='no.pth')})
+    (shapes / 'file').write_text('mine')
+    with pytest.raises(OSError, match='work_dir=.*cannot be written'):
+        build_trainer(CONFIG, work_dir=shapes / 'file' / 'sub')
+    with pytest.raises(ValueError, match='--auto-scale-lr needs'):
+        build_trainer(CONFIG, auto_scale_lr=True, options={'auto_scale_lr': dict(enable=False)})
+    assert not (shapes / 'work_dirs').exists()
+
+
+def test_bad_input_to_evaluation_and_drawing_is_named(shapes):
+    with pytest.raises(FileNotFoundError, match='checkpoint .*no.pth.* does not exist'):
+        build_tester(CONFIG, 'no.pth')
+    with pytest.raises(ValueError, match='--out must name a .pkl file'):
+        build_tester(CONFIG, 'no.pth', out='a.json')
+    with pytest.raises(FileNotFoundError, match='no image at .*empty'):
+        (shapes / 'empty').mkdir()
+        infer(shapes / 'empty', CONFIG, 'no.pth', 'drawn')
+    with pytest.raises(FileNotFoundError, match='checkpoint .*no.pth.* does not exist'):
+        infer(shapes / 'shapes' / 'val', CONFIG, 'no.pth', 'drawn')
+    with pytest.raises(ValueError, match='score_thr must lie in'):
+        infer(shapes / 'shapes' / 'val', CONFIG, 'no.pth', 'drawn', score_thr=2)
+    assert not Path('drawn').exists()
+
+
+def test_what_this_package_did_not_raise_keeps_its_trace(tmp_path):
+    code = "from mmslab.errors import input_errors\nwith input_errors():\n    raise ValueError('a defect')"
+    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
+    assert 'Traceback' in run.stderr and 'ValueError: a defect' in run.stderr
+
+
+@pytest.mark.parametrize('name', ['dist_train', 'dist_test'])
+def test_distributed_scripts_call_torchrun(name, tmp_path):
+    """With a torchrun that prints its arguments: the launcher itself needs GPUs."""
+    fake = tmp_path / 'torchrun'
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    positional = ['c.py', '4'] if name == 'dist_train' else ['c.py', 'w.pth', '4']
+    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'NNODES': '2', 'NODE_RANK': '1', 'PORT': '1234'}
+    script = ROOT / 'tools' / f'{name}.sh'
+    out = subprocess.run([script, *positional, '--amp'], env=env, capture_output=True, text=True).stdout.splitlines()
+    assert out[:5] == [
+        '--nnodes=2',
+        '--node_rank=1',
+        '--master_addr=127.0.0.1',
+        '--master_port=1234',
+        '--nproc_per_node=4',
+    ]
+    assert out[5].endswith('train.py' if name == 'dist_train' else 'test.py')
+    assert out[6:] == [*positional[:-1], '--launcher', 'pytorch', '--amp']
+    usage = subprocess.run([script, 'c.py'], env=env, capture_output=True, text=True)
+    assert usage.returncode == 2 and 'CONFIG' in usage.stderr
