@@ -1,9 +1,10 @@
-"""Loading weights that others published: the SLAB authors', Microsoft's and OpenMMLab's.
+"""Loading weights that others published: the SLAB authors', those of the families they build on, OpenMMLab's Swin.
 
 A checkpoint is read in three steps, each a function: :func:`read_state_dict` (file to tensors),
 :func:`canonical` (anyone's key names to ours), :func:`load_pretrained` (into a backbone, whatever its norms and
-window sizes). Our names are Microsoft's Swin names, with ``ln``, ``repbn.eta``, ``repbn.bn`` and ``gamma``
-inside a PRepBN.
+window sizes). Our names are Microsoft's Swin names (``patch_embed``, ``layers.0.blocks.0.attn.qkv``,
+``layers.0.downsample``) in every family, with ``layers.0.pos_embed`` where there is one, and ``ln``, ``repbn.eta``,
+``repbn.bn`` and ``gamma`` inside a PRepBN.
 """
 
 import os
@@ -11,7 +12,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 import torch
 import torch.nn as nn
@@ -21,6 +22,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor
 
 from .layers.attention import resize_positional_encoding
+from .layers.embed import PositionEmbedding
 from .layers.norm import PRepBN, RepBN, TokenBN
 
 StateDict = Dict[str, Tensor]
@@ -152,8 +154,54 @@ def read_state_dict(checkpoint: Union[str, os.PathLike, dict], trust: bool = Fal
 
 
 def canonical(state: StateDict) -> StateDict:
-    """Renames the keys of the SLAB authors and of OpenMMLab's Swin to ours; ours and Microsoft's pass through."""
-    return _canonical_norms(_from_openmmlab_swin(state))
+    """Renames the keys of the SLAB authors and of OpenMMLab's Swin to ours; ours and Microsoft's Swin pass through.
+
+    The authors keep the key names of the families that they build on, so PVT's, DeiT's (timm's) and CSWin's own
+    checkpoints are renamed too.
+    """
+    state = _from_openmmlab_swin(state)
+    for known_by, renames in _FAMILIES:
+        if any(re.search(known_by, k) for k in state):
+            state = {_rename(key, renames): value for key, value in state.items()}
+    state = _fit_projections(state, lambda at: f'{at}sr.weight' not in state)
+    return _canonical_norms(state)
+
+
+_AT = r'(^|\.)'  # a key begins here, with or without a prefix before it
+# (a key that tells the family, (pattern, its replacement; a function gets the stage, counted from 0 here)...)
+_FAMILIES = (
+    (
+        _AT + r'block1\.0\.attn\.',  # PVT
+        (
+            (_AT + r'block(\d)\.', lambda m: f'{m[1]}layers.{int(m[2]) - 1}.blocks.'),
+            (_AT + r'patch_embed1\.', r'\1patch_embed.'),
+            (_AT + r'patch_embed(\d)\.', lambda m: f'{m[1]}layers.{int(m[2]) - 2}.downsample.'),
+            (_AT + r'pos_embed(\d)$', lambda m: f'{m[1]}layers.{int(m[2]) - 1}.pos_embed.weight'),
+        ),
+    ),
+)
+
+
+def _rename(key: str, renames: Sequence[tuple]) -> str:
+    for pattern, replacement in renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _fit_projections(state: StateDict, joined: Callable[[str], bool]) -> StateDict:
+    """Joins PVT's ``q`` and ``kv`` to ``qkv`` in each attention (named with its dot) that is ``joined``, else parts them."""
+    out = {}
+    for key, value in state.items():
+        m = re.fullmatch(r'(.*\battn\.)(qkv|q|kv)(\.(?:weight|bias))', key)
+        other = m and f'{m[1]}{dict(q="kv", kv="q").get(m[2])}{m[3]}'
+        if m and m[2] == 'q' and other in state and joined(m[1]):
+            out[f'{m[1]}qkv{m[3]}'] = torch.cat([value, state[other]])
+        elif m and m[2] == 'qkv' and not joined(m[1]) and value.shape[0] % 3 == 0:
+            C = value.shape[0] // 3
+            out[f'{m[1]}q{m[3]}'], out[f'{m[1]}kv{m[3]}'] = value[:C], value[C:]
+        elif not (m and m[2] == 'kv' and other in state and joined(m[1])):
+            out[key] = value
+    return out
 
 
 def _from_openmmlab_swin(state: StateDict) -> StateDict:
@@ -169,8 +217,7 @@ def _from_openmmlab_swin(state: StateDict) -> StateDict:
     )
     out = {}
     for key, value in state.items():
-        for pattern, replacement in renames:
-            key = re.sub(pattern, replacement, key)
+        key = _rename(key, renames)
         if '.downsample.' in key and value.dim() and value.shape[-1] % 4 == 0 and value.numel() > 1:
             # theirs: channel by channel, (row, col) = 00 01 10 11; ours: patch by patch, 00 10 01 11
             patches = value.reshape(*value.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]
@@ -224,12 +271,11 @@ def _ends_with(key: str, tail: str) -> bool:
 # ------------------------------------------------------------------------------------- into a given backbone
 
 # What a checkpoint may lack: parts that another kind of attention or norm has, and the norms on the outputs
-_MAY_BE_NEW = re.compile(
-    r'attn\.(dwc|positional_encoding|scale|relative_position_bias_table)|mlp\.norm\.|^norm\d+\.|num_batches_tracked$'
-)
+_OF_ONE_ATTENTION = r'attn\.(branches\.\d\.)?(dwc|positional_encoding|scale|relative_position_bias_table|sr|norm)(\.|$)'
+_MAY_BE_NEW = re.compile(rf'{_OF_ONE_ATTENTION}|mlp\.norm\.|^norm\d+\.|num_batches_tracked$')
 _MAY_BE_UNUSED = re.compile(
-    r'attn\.(dwc|positional_encoding|scale|relative_position_bias_table|relative_position_index)|attn_mask$|'
-    r'^norm\d*\.|^head\.|^neck\.|^rpn_head\.|^roi_head\.|^bbox_head\.|^data_preprocessor\.'
+    rf'{_OF_ONE_ATTENTION}|attn\.relative_position_index|attn_mask$|'
+    r'(^|\.)cls_token$|^norm\d*\.|^head\.|^neck\.|^rpn_head\.|^roi_head\.|^bbox_head\.|^data_preprocessor\.'
 )
 
 
@@ -244,7 +290,9 @@ def load_pretrained(
 
     * A PRepBN takes weights of a PRepBN (its gamma too), of a RepBN (gamma becomes 0) and of a LayerNorm (gamma
       stays as configured; the RepBN beside it is new, its statistics come from training or recalibration).
-    * Positional encodings and relative position tables of other windows are resized, bicubically.
+    * Positional encodings, position embeddings and relative position tables of other sizes are resized; where the
+      model has no class token, its embedding is left out.
+    * Attention of another kind takes the projections; what only one of the two kinds has is new or unused.
     * All else must be there and have the right shape. What was done is logged, tensor by tensor.
 
     Args:
@@ -271,8 +319,9 @@ def load_pretrained(
         prefix = prefix.rstrip('.') + '.'
         report.unused += [k for k in state if not k.startswith(prefix)]
         state = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
-    state = _fit_norms(state, model, name)
     target = model.state_dict()
+    state = _fit_projections(state, lambda at: f'{at}q.weight' not in target)
+    state = _fit_norms(state, model, name)
     fitted: StateDict = {}
     for key, value in state.items():
         if key not in target:
@@ -340,15 +389,24 @@ def _fit_norms(state: StateDict, model: nn.Module, name: str) -> StateDict:
 
 
 def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str) -> Tensor:
-    """Position terms of another window, resized; any other tensor of another shape is an error."""
-    window = getattr(model.get_submodule(key.rpartition('.')[0]), 'window_size', None)
+    """Position terms of another window or image, resized; any other tensor of another shape is an error."""
+    module = model.get_submodule(key.rpartition('.')[0])
+    window = getattr(module, 'window_size', None)
+    if isinstance(module, PositionEmbedding) and value.dim() == 3 and value.shape[2] == target.shape[2]:
+        has, wants = int(_side(value.shape[1]) is None), int(module.cls_token is not None)
+        side = _side(value.shape[1] - has)
+        if side is not None and has >= wants:
+            grid = value[:, has:]
+            if (side, side) != module.grid:
+                grid = resize_positional_encoding(grid, (side, side), module.grid, module.mode)
+            return torch.cat([value[:, :wants], grid], dim=1)
     if key.endswith('positional_encoding') and value.dim() == 3 and value.shape[2] == target.shape[2]:
-        side = round(value.shape[1] ** 0.5)
-        if side * side == value.shape[1] and window is not None:
-            return resize_positional_encoding(value, (side, side), window)
+        side = _side(value.shape[1])
+        if side is not None and window is not None:
+            return resize_positional_encoding(value, (side, side), module.encoding_size)
     if key.endswith('relative_position_bias_table') and value.dim() == 2 and value.shape[1] == target.shape[1]:
-        side = round(value.shape[0] ** 0.5)
-        if side * side == value.shape[0] and window is not None:
+        side = _side(value.shape[0])
+        if side is not None and window is not None:
             grid = value.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
             new = tuple(2 * w - 1 for w in window)
             grid = F.interpolate(grid, size=new, mode='bicubic', align_corners=False)
@@ -357,6 +415,12 @@ def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str
         f'checkpoint {name!r} is of another architecture: {key!r} is {tuple(value.shape)} there and '
         f"{tuple(target.shape)} in the model. Set the backbone's arch to the checkpoint's."
     )
+
+
+def _side(tokens: int) -> Optional[int]:
+    """The side of a square of so many tokens, or None."""
+    side = round(tokens**0.5)
+    return side if side * side == tokens else None
 
 
 def _check_complete(report: LoadReport, model: nn.Module, name: str, prefix: Optional[str]) -> None:

@@ -1,5 +1,6 @@
 """The backbones of the paper. They know nothing of detectors; build them by name from any mm* config."""
 
+from .pvt import SLABPVT
 from .swin import SLABSwin
 
-__all__ = ['SLABSwin']
+__all__ = ['SLABPVT', 'SLABSwin']

@@ -1,8 +1,9 @@
-"""What every backbone here shares: checked arguments, weights, freezing and gradient checkpointing."""
+"""What every backbone here shares: blocks, stages, checked arguments, weights, freezing, gradient checkpointing."""
 
 from contextlib import nullcontext
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
+import torch
 import torch.nn as nn
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS
@@ -10,17 +11,64 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoints import load_pretrained
-from ..layers.norm import frozen_bn_statistics
+from ..layers.embed import MLP, DropPath, PositionEmbedding
+from ..layers.norm import build_norm, frozen_bn_statistics
 
-ATTENTION_NAMES = {
-    'sla': 'SimplifiedLinearAttention',
-    'focused': 'FocusedLinearAttention',
-    'softmax': 'SoftmaxWindowAttention',
-}
+LINEAR_ATTENTION = {'sla': 'SimplifiedLinearAttention', 'focused': 'FocusedLinearAttention'}
+
+
+class TransformerBlock(nn.Module):
+    """``x = x + Attn(Norm(x))``, ``x = x + MLP(Norm(x))`` (Eq. 1), the attention on the whole map.
+
+    Maps ``(B, H, W, C)`` to the same, or tokens without places, ``(B, N, C)``, to the same.
+    """
+
+    def __init__(
+        self,
+        attn: nn.Module,
+        embed_dims: int,
+        mlp_ratio: float,
+        drop: float,
+        drop_path: float,
+        norm_cfg: dict,
+        ffn_norm_cfg: Optional[dict],
+    ) -> None:
+        super().__init__()
+        self.norm1 = build_norm(norm_cfg, embed_dims)
+        self.attn = attn
+        self.norm2 = build_norm(norm_cfg, embed_dims)
+        self.mlp = MLP(embed_dims, int(embed_dims * mlp_ratio), drop, ffn_norm_cfg)
+        self.drop_path = DropPath(drop_path)
+
+    def attention(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            return self.attn(x)
+        hw = (x.shape[1], x.shape[2])
+        return self.attn(x.reshape(x.shape[0], hw[0] * hw[1], -1), hw_shape=hw).view(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attention(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class Stage(nn.Module):
+    """The blocks of one stage, the position embedding before them, and what leads to the next stage."""
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        downsample: Optional[nn.Module] = None,
+        pos_embed: Optional[PositionEmbedding] = None,
+    ) -> None:
+        super().__init__()
+        self.pos_embed = pos_embed
+        self.blocks = nn.ModuleList(blocks)
+        self.downsample = downsample
 
 
 class SLABBackbone(BaseModule):
-    """Base of the backbones. A subclass builds ``patch_embed``, ``layers`` (its stages) and ``norm{i}``.
+    """Base of the backbones. A subclass builds ``patch_embed`` and ``layers`` (its stages), then calls
+    :meth:`finish`.
 
     Args:
         out_indices (Sequence[int]): Stages whose maps are returned. Stages after the last of them are not built.
@@ -57,6 +105,34 @@ class SLABBackbone(BaseModule):
         self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
         self.with_cp = with_cp
+
+    def finish(self, out_norm_cfg: Optional[dict], num_features: Sequence[int]) -> None:
+        """Adds the norms on the outputs, ``norm{i}``, and initializes and freezes what has been built."""
+        self.num_features = list(num_features)
+        for i in self.out_indices:
+            norm = nn.Identity() if out_norm_cfg is None else build_norm(out_norm_cfg, num_features[i], 'out_norm_cfg')
+            self.add_module(f'norm{i}', norm)
+        init_transformer(self)
+        self._freeze_stages()
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        x = self.patch_embed(x)
+        outs = []
+        for i, stage in enumerate(self.layers):
+            x = self.run_stage(stage, x)
+            if i in self.out_indices:
+                outs.append(getattr(self, f'norm{i}')(x).permute(0, 3, 1, 2).contiguous())
+            if stage.downsample is not None:
+                x = stage.downsample(x)
+        return tuple(outs)
+
+    def run_stage(self, stage: Stage, x: Tensor) -> Tensor:
+        """The stage's position embedding and blocks, without what leads to the next stage."""
+        if stage.pos_embed is not None:
+            x = stage.pos_embed(x)
+        for block in stage.blocks:
+            x = self.run_block(block, x)
+        return x
 
     def init_weights(self) -> None:
         """Loads ``init_cfg``'s checkpoint, whatever its known format. Random weights come with construction."""
@@ -133,25 +209,55 @@ def per_stage(value: Any, num_stages: int, name: str) -> Tuple:
     return (value,) * num_stages
 
 
-def build_attention(attn: Union[str, dict], softmax_args: Optional[dict] = None, **args) -> nn.Module:
+def drop_path_rates(drop_path_rate: float, depths: Sequence[int]) -> List[List[float]]:
+    """The drop path rate of each block, per stage: from 0 at the first block linearly to ``drop_path_rate``.
+
+    Raises:
+        ValueError: If the rate is outside [0, 1).
+    """
+    if not 0 <= drop_path_rate < 1:
+        raise ValueError(f'drop_path_rate must lie in [0, 1), but got {drop_path_rate}.')
+    return [r.tolist() for r in torch.linspace(0, drop_path_rate, sum(depths)).split(list(depths))]
+
+
+def check_pretrain_size(pretrain_img_size: int, patch_size: int) -> int:
+    """Returns ``pretrain_img_size``; raises ValueError unless it is an integer of at least one patch."""
+    if not isinstance(pretrain_img_size, int) or pretrain_img_size < patch_size:
+        raise ValueError(
+            f'pretrain_img_size must be an integer, at least one patch of {patch_size} pixels, but got '
+            f'{pretrain_img_size!r}. Give the side of the square images of the pre-training, such as 224.'
+        )
+    return pretrain_img_size
+
+
+def is_softmax(attn: Union[str, dict]) -> bool:
+    """Whether ``attn``, as :func:`build_attention` takes it, is a family's own softmax attention."""
+    return (attn if isinstance(attn, str) else attn.get('type')) == 'softmax'
+
+
+def build_attention(
+    attn: Union[str, dict], softmax: str = 'SoftmaxWindowAttention', softmax_args: Optional[dict] = None, **args
+) -> nn.Module:
     """Builds the attention of a block.
 
     Args:
         attn (str | dict): 'sla', 'focused', 'softmax', the registered name of another attention, or a config
             dict of one, whose entries win over ``args``.
+        softmax (str): What 'softmax' stands for in this family of backbones.
         softmax_args (dict, optional): Arguments for 'softmax' alone.
 
     Raises:
         ValueError: If the name is unknown.
     """
+    names = {**LINEAR_ATTENTION, 'softmax': softmax}
     cfg = dict(type=attn) if isinstance(attn, str) else dict(attn)
     name = cfg.get('type')
     if name == 'softmax':
         args.update(softmax_args or {})
-    cfg['type'] = ATTENTION_NAMES.get(name, name)
+    cfg['type'] = names.get(name, name)
     if isinstance(name, str) and MODELS.get(cfg['type']) is None:
         raise ValueError(
-            f'attn has the unknown type {name!r}. Use one of {sorted(ATTENTION_NAMES)}, or the name of an attention '
+            f'attn has the unknown type {name!r}. Use one of {sorted(names)}, or the name of an attention '
             'registered in MODELS (import its module first).'
         )
     return MODELS.build({**args, **cfg})

@@ -9,10 +9,18 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from ..layers.attention import check_heads, to_pair
-from ..layers.embed import MLP, DropPath, PatchEmbed
+from ..layers.embed import PatchEmbed
 from ..layers.norm import build_norm
 from ..layers.windows import Size, shifted_window_mask, window_partition, window_reverse
-from .base import SLABBackbone, build_attention, init_transformer, per_stage, resolve_arch
+from .base import (
+    SLABBackbone,
+    Stage,
+    TransformerBlock,
+    build_attention,
+    drop_path_rates,
+    per_stage,
+    resolve_arch,
+)
 
 ARCHS = {
     'tiny': dict(embed_dims=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
@@ -21,35 +29,18 @@ ARCHS = {
 }
 
 
-class SwinBlock(nn.Module):
-    """``x = x + Attn(Norm(x))``, ``x = x + MLP(Norm(x))`` (Eq. 1), the attention in windows.
+class SwinBlock(TransformerBlock):
+    """A block (Eq. 1) with its attention in windows.
 
     Maps ``(B, H, W, C)`` to the same. ``shifted`` blocks move the windows by half their size. The map is padded
     after its norm, with zeros, so padding takes part in the attention as the authors train it.
     """
 
-    def __init__(
-        self,
-        attn: nn.Module,
-        window_size: Size,
-        shifted: bool,
-        pad_small_map: bool,
-        mlp_ratio: float,
-        drop: float,
-        drop_path: float,
-        norm_cfg: dict,
-        ffn_norm_cfg: Optional[dict],
-    ) -> None:
-        super().__init__()
-        dims = attn.embed_dims
+    def __init__(self, attn: nn.Module, window_size: Size, shifted: bool, pad_small_map: bool, **kwargs) -> None:
+        super().__init__(attn, **kwargs)
         self.window_size = window_size
         self.shifted = shifted
         self.pad_small_map = pad_small_map
-        self.norm1 = build_norm(norm_cfg, dims)
-        self.attn = attn
-        self.norm2 = build_norm(norm_cfg, dims)
-        self.mlp = MLP(dims, int(dims * mlp_ratio), drop, ffn_norm_cfg)
-        self.drop_path = DropPath(drop_path)
 
     def window_of(self, hw: Size) -> Tuple[Size, Size]:
         """The window and the shift for a map of size ``hw``.
@@ -62,7 +53,7 @@ class SwinBlock(nn.Module):
             return hw, (0, 0)
         return (h, w), ((h // 2, w // 2) if self.shifted else (0, 0))
 
-    def window_attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Tensor:
         hw = (x.shape[1], x.shape[2])
         window, shift = self.window_of(hw)
         mask = None
@@ -70,10 +61,6 @@ class SwinBlock(nn.Module):
             mask = shifted_window_mask(hw, window, shift, x.device)
         windows = self.attn(window_partition(x, window, shift), hw_shape=window, mask=mask)
         return window_reverse(windows, hw, window, shift)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.window_attention(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class PatchMerging(nn.Module):
@@ -90,15 +77,6 @@ class PatchMerging(nn.Module):
             x = F.pad(x, (0, 0, 0, W % 2, 0, H % 2))
         x = torch.cat([x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]], dim=-1)
         return self.reduction(self.norm(x))
-
-
-class SwinStage(nn.Module):
-    """The blocks of one stage, and what leads to the next."""
-
-    def __init__(self, blocks: Sequence[nn.Module], downsample: Optional[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.downsample = downsample
 
 
 @MODELS.register_module()
@@ -124,7 +102,7 @@ class SLABSwin(SLABBackbone):
         drop_path_rate (float): Stochastic depth, growing linearly from 0 at the first block. Defaults to 0.1.
         norm_cfg (dict): Norms in the blocks, the patch embedding and the merging.
         ffn_norm_cfg (dict, optional): A norm between the MLP's linear layers (FFNBN, Yao et al. 2021).
-        out_norm_cfg (dict): Norms on the returned maps.
+        out_norm_cfg (dict, optional): Norms on the returned maps; None for none.
         patch_norm (bool): Whether the patch embedding has a norm. Defaults to True.
         out_indices (Sequence[int]): Stages whose maps are returned. Defaults to all four.
         frozen_stages (int): Stages up to this one, and the patch embedding, are frozen; 0 freezes the patch
@@ -158,7 +136,7 @@ class SLABSwin(SLABBackbone):
         drop_path_rate: float = 0.1,
         norm_cfg: dict = dict(type='PRepBN'),
         ffn_norm_cfg: Optional[dict] = None,
-        out_norm_cfg: dict = dict(type='LN'),
+        out_norm_cfg: Optional[dict] = dict(type='LN'),
         patch_norm: bool = True,
         out_indices: Sequence[int] = (0, 1, 2, 3),
         frozen_stages: int = -1,
@@ -176,16 +154,13 @@ class SLABSwin(SLABBackbone):
         num_features = [arch['embed_dims'] * 2**i for i in range(num_stages)]
         for dims, heads in zip(num_features, num_heads):
             check_heads(dims, heads)
-        if not 0 <= drop_path_rate < 1:
-            raise ValueError(f'drop_path_rate must lie in [0, 1), but got {drop_path_rate}.')
+        rates = drop_path_rates(drop_path_rate, depths)
         super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg)
-        self.num_features = num_features
-        self.patch_embed = PatchEmbed(in_channels, num_features[0], patch_size, norm_cfg if patch_norm else None)
-        self.drop_after_pos = nn.Dropout(drop_rate)
-        drop_paths = torch.linspace(0, drop_path_rate, sum(depths)).tolist()
+        patch_norm_cfg = norm_cfg if patch_norm else None
+        self.patch_embed = PatchEmbed(in_channels, num_features[0], patch_size, patch_norm_cfg, drop_rate)
         stages = []
         for i in range(self.out_indices[-1] + 1):  # later stages would be parameters that never see a gradient
-            dims, depth = num_features[i], depths[i]
+            dims = num_features[i]
             blocks = [
                 SwinBlock(
                     build_attention(
@@ -200,29 +175,15 @@ class SLABSwin(SLABBackbone):
                     windows[i],
                     shifted=bool(j % 2),
                     pad_small_map=pad_small_map,
+                    embed_dims=dims,
                     mlp_ratio=mlp_ratio,
                     drop=drop_rate,
-                    drop_path=drop_paths[sum(depths[:i]) + j],
+                    drop_path=rate,
                     norm_cfg=norm_cfg,
                     ffn_norm_cfg=ffn_norm_cfg,
                 )
-                for j in range(depth)
+                for j, rate in enumerate(rates[i])
             ]
-            stages.append(SwinStage(blocks, PatchMerging(dims, norm_cfg) if i < self.out_indices[-1] else None))
+            stages.append(Stage(blocks, PatchMerging(dims, norm_cfg) if i < self.out_indices[-1] else None))
         self.layers = nn.ModuleList(stages)
-        for i in self.out_indices:
-            self.add_module(f'norm{i}', build_norm(out_norm_cfg, num_features[i], 'out_norm_cfg'))
-        init_transformer(self)
-        self._freeze_stages()
-
-    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        x = self.drop_after_pos(self.patch_embed(x))
-        outs = []
-        for i, stage in enumerate(self.layers):
-            for block in stage.blocks:
-                x = self.run_block(block, x)
-            if i in self.out_indices:
-                outs.append(getattr(self, f'norm{i}')(x).permute(0, 3, 1, 2).contiguous())
-            if stage.downsample is not None:
-                x = stage.downsample(x)
-        return tuple(outs)
+        self.finish(out_norm_cfg, num_features)

@@ -1,6 +1,6 @@
 """The building blocks of the SLAB paper; torch, mmengine and mmcv.cnn are all they need."""
 
-from .attention import FocusedLinearAttention, SimplifiedLinearAttention, SoftmaxWindowAttention
+from .attention import FocusedLinearAttention, SimplifiedLinearAttention, SoftmaxAttention, SoftmaxWindowAttention
 from .norm import PRepBN, RepBN, set_gamma
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     'PRepBN',
     'RepBN',
     'SimplifiedLinearAttention',
+    'SoftmaxAttention',
     'SoftmaxWindowAttention',
     'set_gamma',
 ]

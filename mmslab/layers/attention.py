@@ -1,9 +1,10 @@
-"""Window attention: simplified linear (SLAB paper, Eq. 9), focused linear, and softmax.
+"""Attention: simplified linear (SLAB paper, Eq. 9), focused linear, and softmax, in windows or on a whole map.
 
 Every class is called in the same way by a backbone, ``attn(x, hw_shape=(h, w), mask=None)``, with ``x`` the
 tokens of windows, ``(num_windows, h * w, C)``. A new attention type is a module with that call and the
 constructor arguments ``embed_dims, num_heads, window_size, qkv_bias, proj_drop``, registered in ``MODELS``;
-a backbone then takes its name as it takes ``'sla'``.
+a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more: PVT passes ``sr_ratio`` and
+``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
 """
 
 from typing import Optional, Tuple, Union
@@ -15,6 +16,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 from torch import Tensor
 
+from .norm import build_norm
 from .windows import Size
 
 
@@ -36,14 +38,68 @@ def check_heads(embed_dims: int, num_heads: int) -> int:
     return embed_dims // num_heads
 
 
-def resize_positional_encoding(encoding: Tensor, old: Size, new: Size) -> Tensor:
-    """Resizes an encoding ``(1, old[0] * old[1], C)`` to ``(1, new[0] * new[1], C)``, bicubically."""
+def resize_positional_encoding(encoding: Tensor, old: Size, new: Size, mode: str = 'bicubic') -> Tensor:
+    """Resizes an encoding ``(1, old[0] * old[1], C)`` to ``(1, new[0] * new[1], C)``."""
     grid = encoding.reshape(1, *old, -1).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid.float(), size=new, mode='bicubic', align_corners=False)
+    grid = F.interpolate(grid.float(), size=new, mode=mode, align_corners=False)
     return grid.flatten(2).transpose(1, 2).to(encoding.dtype)
 
 
-class _LinearAttention(BaseModule):
+class _SelfAttention(BaseModule):
+    """What attention on a map needs around the attention itself: projections to q, k, v, and back.
+
+    With ``sr_ratio`` > 1 keys and values come from a map reduced so many times along each side by a convolution
+    and a norm: the spatial reduction of PVT (Wang et al. 2021). The convolution drops a remainder; a map smaller
+    than its kernel is padded with zeros.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        qkv_bias: bool,
+        proj_drop: float,
+        sr_ratio: int,
+        norm_cfg: dict,
+        with_projections: bool,
+        init_cfg: Optional[dict],
+    ) -> None:
+        super().__init__(init_cfg)
+        self.head_dims = check_heads(embed_dims, num_heads)
+        if not isinstance(sr_ratio, int) or sr_ratio < 1:
+            raise ValueError(f'sr_ratio must be a positive integer (1: no reduction), but got {sr_ratio!r}.')
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.sr_ratio = sr_ratio
+        if not with_projections:
+            return
+        if sr_ratio == 1:
+            self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
+        else:
+            self.q = nn.Linear(embed_dims, embed_dims, bias=qkv_bias)
+            self.kv = nn.Linear(embed_dims, 2 * embed_dims, bias=qkv_bias)
+            self.sr = nn.Conv2d(embed_dims, embed_dims, sr_ratio, stride=sr_ratio)
+            self.norm = build_norm(norm_cfg, embed_dims)
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def reduced_size(self, hw_shape: Size) -> Size:
+        """The size of the map of keys and values for a map of queries of size ``hw_shape``."""
+        return max(hw_shape[0] // self.sr_ratio, 1), max(hw_shape[1] // self.sr_ratio, 1)
+
+    def project(self, x: Tensor, hw_shape: Optional[Size]) -> Tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(B, N, C)``, and keys and values ``(B, N', C)`` of the reduced map, of tokens ``(B, N, C)``."""
+        if self.sr_ratio == 1:
+            return self.qkv(x).chunk(3, dim=-1)
+        (H, W), s = hw_shape, self.sr_ratio
+        grid = x.transpose(1, 2).reshape(x.shape[0], -1, H, W)
+        if H < s or W < s:
+            grid = F.pad(grid, (0, max(s - W, 0), 0, max(s - H, 0)))
+        reduced = self.norm(self.sr(grid).flatten(2).transpose(1, 2))
+        return (self.q(x), *self.kv(reduced).chunk(2, dim=-1))
+
+
+class _LinearAttention(_SelfAttention):
     """What simplified and focused linear attention share: all but the map from q, k to positive features."""
 
     def __init__(
@@ -55,26 +111,25 @@ class _LinearAttention(BaseModule):
         kernel_size: int = 5,
         proj_drop: float = 0.0,
         batch_first: bool = True,
+        sr_ratio: int = 1,
+        norm_cfg: dict = dict(type='LN'),
+        with_projections: bool = True,
         init_cfg: Optional[dict] = None,
     ) -> None:
-        super().__init__(init_cfg)
-        head_dims = check_heads(embed_dims, num_heads)
+        super().__init__(embed_dims, num_heads, qkv_bias, proj_drop, sr_ratio, norm_cfg, with_projections, init_cfg)
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f'kernel_size must be odd, so that the map keeps its size, but got {kernel_size}.')
-        self.embed_dims = embed_dims
-        self.num_heads = num_heads
         self.window_size = to_pair(window_size)
         self.batch_first = batch_first
-        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
-        self.proj = nn.Linear(embed_dims, embed_dims)
-        self.proj_drop = nn.Dropout(proj_drop)
         # one kernel per dimension of a head, shared by the heads
-        self.dwc = nn.Conv2d(head_dims, head_dims, kernel_size, padding=kernel_size // 2, groups=head_dims)
-        h, w = self.window_size
+        self.dwc = nn.Conv2d(
+            self.head_dims, self.head_dims, kernel_size, padding=kernel_size // 2, groups=self.head_dims
+        )
+        self.encoding_size = h, w = self.reduced_size(self.window_size)
         self.positional_encoding = nn.Parameter(torch.zeros(1, h * w, embed_dims))
 
     def features(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
-        """Maps queries and keys, each ``(B, N, C)``, to non-negative features of the same shape."""
+        """Maps queries ``(B, N, C)`` and keys ``(B, N', C)`` to non-negative features of the same shapes."""
         raise TypeError(f'{type(self).__name__} must define features()')
 
     def attend(self, x: Tensor, hw_shape: Size, pos: Optional[Tensor] = None) -> Tensor:
@@ -82,22 +137,27 @@ class _LinearAttention(BaseModule):
 
         ``pos`` is added to what queries and keys, not values, are computed from.
         """
-        if pos is None:
-            q, k, v = self.qkv(x).chunk(3, dim=-1)
-        else:
-            weight, bias = self.qkv.weight, self.qkv.bias
-            C = 2 * self.embed_dims
-            q, k = F.linear(x + pos, weight[:C], None if bias is None else bias[:C]).chunk(2, dim=-1)
-            v = F.linear(x, weight[C:], None if bias is None else bias[C:])
-        encoding = self.positional_encoding
-        if hw_shape != self.window_size:
-            encoding = resize_positional_encoding(encoding, self.window_size, hw_shape)
+        q, k, v = self.project(x, hw_shape)
+        if pos is not None:
+            q, k, _ = self.project(x + pos, hw_shape)
+        return self.proj_drop(self.proj(self.mix(q, k, v, hw_shape)))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Eq. 9 without its projections: the output of queries ``(B, N, C)`` for keys and values ``(B, N', C)``.
+
+        ``hw_shape`` is the size of the map of queries; with ``sr_ratio`` > 1 keys and values have the reduced one.
+        """
+        encoding, size = self.positional_encoding, self.reduced_size(hw_shape)
+        if size != self.encoding_size:
+            encoding = resize_positional_encoding(encoding, self.encoding_size, size)
         q, k = self.features(q, k + encoding)
-        out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(q.shape[1])) + self.local(v, hw_shape)
-        return self.proj_drop(self.proj(out))
+        out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(k.shape[1]))
+        if self.sr_ratio > 1:  # the authors bring the values back to N tokens along the sequence, not on the map
+            v = F.interpolate(v.transpose(1, 2), size=q.shape[1], mode='linear').transpose(1, 2)
+        return out + self.local(v, hw_shape)
 
     def normalizer_eps(self, num_tokens: int) -> float:
-        """What keeps the normalizer ``q sum(k)`` of a window of ``num_tokens`` from zero."""
+        """What keeps the normalizer ``q sum(k)`` over ``num_tokens`` keys from zero."""
         return 1e-6
 
     def local(self, v: Tensor, hw_shape: Size) -> Tensor:
@@ -180,22 +240,30 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float
     ``(q k^T) v`` is linear in the dimensions of a head.
 
     Args:
-        q, k (Tensor): Non-negative features, ``(B, N, C)``.
-        v (Tensor): ``(B, N, C)``.
+        q (Tensor): Non-negative features of the queries, ``(B, N, C)``.
+        k (Tensor): Those of the keys, ``(B, N', C)``.
+        v (Tensor): ``(B, N', C)``.
         num_heads (int): Heads, a divisor of C.
         eps (float): Keeps the normalizer from zero. Defaults to 1e-6.
 
     Returns:
         Tensor: ``(B, N, C)``.
     """
-    B, N, C = v.shape
+    B, N, C = q.shape
+    M, d = k.shape[1], C // num_heads
     with torch.autocast(v.device.type, enabled=False):
         if v.dtype in (torch.float16, torch.bfloat16):
             q, k, v = q.float(), k.float(), v.float()
-        q, k, v = (t.reshape(B, N, num_heads, C // num_heads).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
         normalizer = q @ k.sum(dim=2, keepdim=True).transpose(-2, -1) + eps  # (B, heads, N, 1)
-        out = q @ (k.transpose(-2, -1) @ v) if N > C // num_heads else (q @ k.transpose(-2, -1)) @ v
+        out = q @ (k.transpose(-2, -1) @ v) if 2 * N * M > d * (N + M) else (q @ k.transpose(-2, -1)) @ v
         return (out / normalizer).transpose(1, 2).reshape(B, N, C)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """``(B, N, C)`` to ``(B, num_heads, N, C / num_heads)``."""
+    B, N, C = x.shape
+    return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
 
 
 @MODELS.register_module(name=['SimplifiedLinearAttention', 'SLA'])
@@ -214,10 +282,15 @@ class SimplifiedLinearAttention(_LinearAttention):
         kernel_size (int): Of DWC, odd. Defaults to 5.
         proj_drop (float): Dropout rate after the projection. Defaults to 0.
         batch_first (bool): Whether inputs are ``(B, N, C)`` or ``(N, B, C)``. Defaults to True.
+        sr_ratio (int): Spatial reduction of keys and values, along each side (PVT). The positional encoding has
+            the reduced size; DWC sees the values brought back to N tokens. Defaults to 1, none.
+        norm_cfg (dict): The norm after the reducing convolution. Defaults to ``dict(type='LN')``.
+        with_projections (bool): False leaves the linear layers before and after the attention to the caller of
+            :meth:`mix` (CSWin). Defaults to True.
         init_cfg (dict, optional): As in every ``BaseModule``.
 
     Raises:
-        ValueError: If heads do not divide dims, or ``kernel_size`` is even.
+        ValueError: If heads do not divide dims, ``kernel_size`` is even, or ``sr_ratio`` is no positive integer.
     """
 
     def features(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
@@ -322,3 +395,59 @@ class SoftmaxWindowAttention(BaseModule):
             attn = attn.masked_fill(~mask[:, None], float('-inf')).view(B, self.num_heads, N, N)
         attn = self.attn_drop(attn.softmax(dim=-1))
         return self.proj_drop(self.proj((attn @ v).transpose(1, 2).reshape(B, N, C)))
+
+
+@MODELS.register_module()
+class SoftmaxAttention(_SelfAttention):
+    """Softmax attention on a whole map without positional terms: ViT's, and with ``sr_ratio`` > 1 PVT's.
+
+    Args:
+        embed_dims (int): Channels C.
+        num_heads (int): Heads, a divisor of ``embed_dims``.
+        window_size (int | tuple[int, int], optional): Taken for the sake of one signature; nothing depends on it.
+        qkv_bias (bool): Whether q, k and v have a bias. Defaults to True.
+        attn_drop (float): Dropout rate of the attention weights. Defaults to 0.
+        proj_drop (float): Dropout rate after the projection. Defaults to 0.
+        sr_ratio (int): Spatial reduction of keys and values, along each side. Defaults to 1, none.
+        norm_cfg (dict): The norm after the reducing convolution. Defaults to ``dict(type='LN')``.
+        with_projections (bool): False leaves the linear layers before and after the attention to the caller of
+            :meth:`mix` (CSWin). Defaults to True.
+        init_cfg (dict, optional): As in every ``BaseModule``.
+
+    Raises:
+        ValueError: If heads do not divide dims, or ``sr_ratio`` is no positive integer.
+    """
+
+    takes_class_token = True  # tokens need no place on a map, so a class token may be among them
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        window_size: Union[int, Size, None] = None,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        sr_ratio: int = 1,
+        norm_cfg: dict = dict(type='LN'),
+        with_projections: bool = True,
+        init_cfg: Optional[dict] = None,
+    ) -> None:
+        super().__init__(embed_dims, num_heads, qkv_bias, proj_drop, sr_ratio, norm_cfg, with_projections, init_cfg)
+        self.attn_drop = nn.Dropout(attn_drop)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Optional[Size] = None) -> Tensor:
+        """``softmax(q k^T / sqrt(d)) v`` per head, for queries ``(B, N, C)``, keys and values ``(B, N', C)``."""
+        B, N, C = q.shape
+        q, k, v = (split_heads(t, self.num_heads) for t in (q, k, v))
+        weights = self.attn_drop(((q * self.head_dims**-0.5) @ k.transpose(-2, -1)).softmax(dim=-1))
+        return (weights @ v).transpose(1, 2).reshape(B, N, C)
+
+    def forward(self, x: Tensor, *, hw_shape: Optional[Size] = None, mask: Optional[Tensor] = None) -> Tensor:
+        """Attention among all tokens, ``(B, N, C)`` to the same.
+
+        Args:
+            hw_shape (tuple[int, int], optional): Height and width of the map, needed with ``sr_ratio`` > 1.
+            mask (Tensor, optional): Not supported, must be None.
+        """
+        return self.proj_drop(self.proj(self.mix(*self.project(x, hw_shape), hw_shape)))

@@ -1,44 +1,127 @@
-"""Patch embedding, MLP and drop path: the parts of a vision transformer that the paper leaves as they are."""
+"""Patch and position embedding, MLP and drop path: the parts of a vision transformer that the paper leaves as they are."""
 
 from typing import Optional
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.drop import DropPath
 from torch import Tensor
 
+from .attention import resize_positional_encoding
 from .norm import build_norm
+from .windows import Size
 
-__all__ = ['MLP', 'DropPath', 'PatchEmbed']
+__all__ = ['MLP', 'ConvDownsample', 'DropPath', 'PatchEmbed', 'PositionEmbedding']
 
 
-class PatchEmbed(nn.Module):
+class ConvDownsample(nn.Module):
+    """A strided convolution and a norm: a map ``(B, H, W, in_channels)`` to ``(B, H', W', out_channels)``.
+
+    With ``kernel_size`` None the kernel is as large as the stride, and a map whose sides are no multiples of it is
+    padded with zeros at the bottom and right, so that H' = ceil(H / stride). With a larger kernel the convolution
+    pads itself, by ``padding`` on all sides.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        norm_cfg: Optional[dict],
+        kernel_size: Optional[int] = None,
+        padding: int = 0,
+    ) -> None:
+        super().__init__()
+        self.stride = stride
+        self.pads_to_stride = kernel_size is None
+        self.proj = nn.Conv2d(in_channels, out_channels, kernel_size or stride, stride=stride, padding=padding)
+        self.norm = nn.Identity() if norm_cfg is None else build_norm(norm_cfg, out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x.permute(0, 3, 1, 2))
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Takes the map as ``(B, in_channels, H, W)``."""
+        s = self.stride
+        H, W = x.shape[-2:]
+        if self.pads_to_stride and (H % s or W % s):
+            x = F.pad(x, (0, -W % s, 0, -H % s))
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+class PatchEmbed(ConvDownsample):
     """Cuts an image into patches and embeds each: ``(B, in_channels, H, W)`` to ``(B, H', W', embed_dims)``.
 
-    An image whose sides are no multiples of ``patch_size`` is padded with zeros at the bottom and right.
+    An image whose sides are no multiples of ``patch_size`` is padded with zeros at the bottom and right, unless
+    patches overlap (``kernel_size``, see :class:`ConvDownsample`).
 
     Raises:
         ValueError: If an image is smaller than one patch, or not ``(B, in_channels, H, W)``.
     """
 
-    def __init__(self, in_channels: int, embed_dims: int, patch_size: int, norm_cfg: Optional[dict]) -> None:
-        super().__init__()
-        self.patch_size = patch_size
-        self.proj = nn.Conv2d(in_channels, embed_dims, patch_size, stride=patch_size)
-        self.norm = nn.Identity() if norm_cfg is None else build_norm(norm_cfg, embed_dims)
+    def __init__(
+        self,
+        in_channels: int,
+        embed_dims: int,
+        patch_size: int,
+        norm_cfg: Optional[dict],
+        drop: float = 0.0,
+        kernel_size: Optional[int] = None,
+        padding: int = 0,
+    ) -> None:
+        super().__init__(in_channels, embed_dims, patch_size, norm_cfg, kernel_size, padding)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 4 or x.shape[1] != self.proj.in_channels:
             raise ValueError(f'images must be (B, {self.proj.in_channels}, H, W), but got the shape {tuple(x.shape)}.')
-        p = self.patch_size
+        p = self.stride
         H, W = x.shape[-2:]
         if H < p or W < p:
             raise ValueError(
                 f'an image of {H}x{W} pixels is smaller than one patch of {p}x{p}. Resize or pad it to at least {p}x{p}.'
             )
-        if H % p or W % p:
-            x = F.pad(x, (0, -W % p, 0, -H % p))
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+        return self.drop(self.embed(x))
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned embedding of the places of a map; resized on a map of another size than ``grid``.
+
+    ``(B, H, W, C)`` to the same. With a class token, which has an embedding of its own, to ``(B, 1 + H * W, C)``,
+    the token first.
+
+    Args:
+        embed_dims (int): Channels C.
+        grid (tuple[int, int]): Height and width of the map that the embedding is made for.
+        with_cls_token (bool): Whether there is a class token. Defaults to False.
+        drop (float): Dropout rate after the sum. Defaults to 0.
+        mode (str): How it is resized, 'bicubic' (default) or 'bilinear'.
+    """
+
+    def __init__(
+        self, embed_dims: int, grid: Size, with_cls_token: bool = False, drop: float = 0.0, mode: str = 'bicubic'
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.mode = mode
+        self.weight = nn.Parameter(torch.zeros(1, with_cls_token + grid[0] * grid[1], embed_dims))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        self.register_parameter('cls_token', None)
+        if with_cls_token:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims))
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, H, W, C = x.shape
+        of_token, of_map = self.weight.tensor_split([0 if self.cls_token is None else 1], dim=1)
+        if (H, W) != self.grid:
+            of_map = resize_positional_encoding(of_map, self.grid, (H, W), self.mode)
+        if self.cls_token is None:
+            return self.drop(x + of_map.view(1, H, W, C))
+        token = (self.cls_token + of_token).expand(B, -1, -1)
+        return self.drop(torch.cat([token, x.reshape(B, H * W, C) + of_map], dim=1))
 
 
 class MLP(nn.Module):

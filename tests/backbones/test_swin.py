@@ -207,6 +207,7 @@ def test_in_mmpretrains_classifier():
     from mmpretrain.registry import MODELS as PRETRAIN
     from mmpretrain.structures import DataSample
 
+    init_default_scope('mmpretrain')
     model = PRETRAIN.build(
         dict(
             type='ImageClassifier',
