@@ -217,7 +217,7 @@ def drop_path_rates(drop_path_rate: float, depths: Sequence[int]) -> List[List[f
     """
     if not 0 <= drop_path_rate < 1:
         raise ValueError(f'drop_path_rate must lie in [0, 1), but got {drop_path_rate}.')
-    return [r.tolist() for r in torch.linspace(0, drop_path_rate, sum(depths)).split(list(depths))]
+    return [r.tolist() for r in torch.linspace(0, drop_path_rate, sum(depths), device='cpu').split(list(depths))]
 
 
 def check_pretrain_size(pretrain_img_size: int, patch_size: int) -> int:

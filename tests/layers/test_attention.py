@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import BaseTransformerLayer
 
-from mmslab.layers import FocusedLinearAttention, SimplifiedLinearAttention, SoftmaxWindowAttention
+from mmslab.checkpoints import canonical
+from mmslab.layers import FocusedLinearAttention, SimplifiedLinearAttention, SoftmaxAttention, SoftmaxWindowAttention
 from mmslab.layers.attention import linear_attention
 
 from ..conftest import assert_relative, golden, randomize
@@ -22,6 +23,15 @@ def test_linear_attention_matches_the_authors(name, cls, args):
     attn = cls(*args)
     attn.load_state_dict(state)
     assert_relative(attn(arrays['x']), arrays['y'])
+
+
+@pytest.mark.parametrize('sr_ratio', [1, 2])
+def test_spatially_reduced_linear_attention_matches_the_authors(sr_ratio):
+    arrays, state = golden(f'sla_pvt_sr{sr_ratio}')
+    attn = SimplifiedLinearAttention(24, 3, 8, sr_ratio=sr_ratio)
+    state = canonical({f'attn.{k}': v for k, v in state.items()})
+    attn.load_state_dict({k[len('attn.') :]: v for k, v in state.items()})
+    assert_relative(attn(arrays['x'], hw_shape=(8, 8)), arrays['y'])
 
 
 def eq_9(attn, x, hw):
@@ -68,6 +78,18 @@ def test_both_orders_agree():
         similarity = split[0] @ split[1].transpose(-2, -1)
         want = similarity / (similarity.sum(-1, keepdim=True) + 1e-6) @ split[2]
         assert_relative(linear_attention(q, k, v, heads), want.transpose(1, 2).reshape(2, 12, 16), 1e-12)
+
+
+@pytest.mark.parametrize('tokens', [(12, 3), (3, 12), (2, 2)])
+def test_other_numbers_of_keys_than_queries(tokens):
+    n, m = tokens
+    q, k = torch.rand(2, n, 16, dtype=torch.float64), torch.rand(2, m, 16, dtype=torch.float64)
+    v = torch.randn(2, m, 16, dtype=torch.float64)
+    for heads in (1, 4):
+        split = [t.view(2, -1, heads, 16 // heads).transpose(1, 2) for t in (q, k, v)]
+        similarity = split[0] @ split[1].transpose(-2, -1)
+        want = similarity / (similarity.sum(-1, keepdim=True) + 1e-6) @ split[2]
+        assert_relative(linear_attention(q, k, v, heads), want.transpose(1, 2).reshape(2, n, 16), 1e-12)
 
 
 @pytest.mark.parametrize('hw', [(2, 2), (7, 5)])
@@ -118,6 +140,39 @@ def test_softmax_attention_bias_of_a_smaller_window():
             assert torch.equal(bias[:, i, j], table[(dy + 2) * 7 + dx + 3])
 
 
+# 9x11 has a remainder that the reduction drops, 8x8 has none
+@pytest.mark.parametrize('sr_ratio, hw', [(1, (9, 11)), (2, (9, 11)), (4, (8, 8)), (8, (9, 11))])
+def test_softmax_attention_equals_mmdets(sr_ratio, hw):
+    from mmdet.models.backbones.pvt import SpatialReductionAttention
+
+    theirs = randomize(SpatialReductionAttention(16, 2, sr_ratio=sr_ratio, norm_cfg=dict(type='LN'))).eval()
+    state = theirs.state_dict()
+    ours = SoftmaxAttention(16, 2, sr_ratio=sr_ratio)
+    weights = {'proj.weight': state['attn.out_proj.weight'], 'proj.bias': state['attn.out_proj.bias']}
+    for part in ('weight', 'bias'):
+        qkv = state[f'attn.in_proj_{part}']
+        weights.update({f'qkv.{part}': qkv} if sr_ratio == 1 else {f'q.{part}': qkv[:16], f'kv.{part}': qkv[16:]})
+    weights.update({k: v for k, v in state.items() if k.startswith(('sr.', 'norm.'))})
+    ours.load_state_dict(weights)
+    x = torch.randn(2, hw[0] * hw[1], 16)
+    want = theirs(x, hw, identity=torch.zeros_like(x))
+    assert_relative(ours(x, hw_shape=hw), want, 1e-5)
+
+
+@pytest.mark.parametrize('cls', [SimplifiedLinearAttention, SoftmaxAttention])
+def test_a_map_smaller_than_the_reduction_is_padded(cls):
+    attn = randomize(cls(8, 2, 8, sr_ratio=4))
+    x = torch.randn(1, 6, 8)
+    grid = torch.zeros(1, 4, 4, 8)  # zeros at the bottom and right, one reduced token
+    grid[:, :2, :3] = x.view(1, 2, 3, 8)
+    token = attn.norm(torch.einsum('bhwc,ochw->bo', grid, attn.sr.weight) + attn.sr.bias)
+    k, v = attn.kv(token).chunk(2, dim=-1)
+    got = attn.project(x, (2, 3))
+    for a, b in zip(got, (attn.q(x), k[:, None], v[:, None])):
+        assert_relative(a, b, 1e-5)
+    assert attn(x, hw_shape=(2, 3)).shape == (1, 6, 8)
+
+
 @pytest.mark.parametrize('batch_first', [True, False])
 def test_sla_in_mmcvs_transformer_layer(batch_first):
     layer = BaseTransformerLayer(
@@ -156,6 +211,9 @@ def test_bad_input_is_named():
         SimplifiedLinearAttention(16, 2, 0)
     with pytest.raises(ValueError, match='focusing_factor must be positive'):
         FocusedLinearAttention(16, 2, 4, focusing_factor=0)
+    for cls in (SimplifiedLinearAttention, SoftmaxAttention):
+        with pytest.raises(ValueError, match='sr_ratio must be a positive integer.*0'):
+            cls(16, 2, 4, sr_ratio=0)
     attn = SimplifiedLinearAttention(16, 2, 4)
     x = torch.randn(1, 15, 16)
     with pytest.raises(ValueError, match='15 tokens.*Pass hw_shape'):
