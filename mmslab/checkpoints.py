@@ -179,6 +179,14 @@ _FAMILIES = (
             (_AT + r'pos_embed(\d)$', lambda m: f'{m[1]}layers.{int(m[2]) - 1}.pos_embed.weight'),
         ),
     ),
+    (
+        r'(^|(?<!layers\.\d)\.)blocks\.0\.attn\.qkv\.',  # DeiT
+        (
+            (r'(^|(?<!layers\.\d)\.)blocks\.', r'\1layers.0.blocks.'),
+            (_AT + r'pos_embed$', r'\1layers.0.pos_embed.weight'),
+            (_AT + r'cls_token$', r'\1layers.0.pos_embed.cls_token'),
+        ),
+    ),
 )
 
 

@@ -1,6 +1,7 @@
 """The backbones of the paper. They know nothing of detectors; build them by name from any mm* config."""
 
+from .deit import SLABDeiT
 from .pvt import SLABPVT
 from .swin import SLABSwin
 
-__all__ = ['SLABPVT', 'SLABSwin']
+__all__ = ['SLABDeiT', 'SLABPVT', 'SLABSwin']
