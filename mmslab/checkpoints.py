@@ -187,6 +187,19 @@ _FAMILIES = (
             (_AT + r'cls_token$', r'\1layers.0.pos_embed.cls_token'),
         ),
     ),
+    (
+        _AT + r'stage1_conv_embed\.0\.',  # CSWin
+        (
+            (_AT + r'stage1_conv_embed\.0\.', r'\1patch_embed.proj.'),
+            (_AT + r'stage1_conv_embed\.2\.', r'\1patch_embed.norm.'),
+            (_AT + r'merge(\d)\.conv\.', lambda m: f'{m[1]}layers.{int(m[2]) - 1}.downsample.proj.'),
+            (_AT + r'merge(\d)\.norm\.', lambda m: f'{m[1]}layers.{int(m[2]) - 1}.downsample.norm.'),
+            (_AT + r'stage(\d)\.(\d+)\.', lambda m: f'{m[1]}layers.{int(m[2]) - 1}.blocks.{m[3]}.'),
+            (r'(\.blocks\.\d+\.)(qkv|proj)\.', r'\1attn.\2.'),
+            (r'\.attns\.(\d)\.get_v\.', r'.attn.lepe.\1.'),
+            (r'\.attns\.(\d)\.', r'.attn.branches.\1.'),
+        ),
+    ),
 )
 
 
@@ -409,8 +422,8 @@ def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str
                 grid = resize_positional_encoding(grid, (side, side), module.grid, module.mode)
             return torch.cat([value[:, :wants], grid], dim=1)
     if key.endswith('positional_encoding') and value.dim() == 3 and value.shape[2] == target.shape[2]:
-        side = _side(value.shape[1])
-        if side is not None and window is not None:
+        side, (h, w) = _side(value.shape[1]), module.encoding_size
+        if side is not None and (h == w or '.branches.' not in key):  # of CSWin's stripes the old shape is unknown
             return resize_positional_encoding(value, (side, side), module.encoding_size)
     if key.endswith('relative_position_bias_table') and value.dim() == 2 and value.shape[1] == target.shape[1]:
         side = _side(value.shape[0])
