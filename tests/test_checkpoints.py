@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from mmengine.runner import load_checkpoint
 
 from mmslab import checkpoints
-from mmslab.backbones import SLABSwin
+from mmslab.backbones import SLABPVT, SLABCSWin, SLABDeiT, SLABSwin
 from mmslab.checkpoints import canonical, convert, load_file, load_pretrained, read_state_dict
 
 from .conftest import assert_relative, golden, randomize
@@ -180,6 +180,52 @@ def test_convert(tmp_path):
     with pytest.raises(FileNotFoundError, match='folder of OUT'):
         convert(tmp_path / 'in.pth', tmp_path / 'no' / 'out.pth')
     assert not list(tmp_path.glob('*.part'))
+
+
+PVT = dict(
+    arch=dict(embed_dims=(16, 32, 40, 64), depths=(2, 1, 2, 1), num_heads=(1, 2, 5, 8), mlp_ratios=(4, 4, 4, 4)),
+    pretrain_img_size=64,
+)
+CSWIN = dict(
+    arch=dict(embed_dims=16, depths=(1, 2, 2, 1), num_heads=(2, 4, 4, 8)),
+    pretrain_img_size=64,
+    split_sizes=(1, 2, 2, 2),
+    sla_split_sizes=(4, 4, 2, 2),
+)
+DEIT = dict(arch=dict(embed_dims=24, depth=3, num_heads=3))
+FAMILIES = [
+    ('prepbn_pvt', SLABPVT, dict(**PVT, attn='softmax')),
+    ('slab_pvt', SLABPVT, PVT),
+    ('slab_deit', SLABDeiT, DEIT),
+    ('prepbn_deit', SLABDeiT, dict(**DEIT, attn='softmax')),
+    ('slab_cswin_mixed', SLABCSWin, CSWIN),
+]
+
+
+@pytest.mark.parametrize('name, cls, kwargs', FAMILIES, ids=[f[0] for f in FAMILIES])
+def test_every_family_in_a_detector_checkpoint_and_converted(name, cls, kwargs, tmp_path):
+    _, state = golden(name)
+    model, prefixed, converted = cls(**kwargs), cls(**kwargs), cls(**kwargs)
+    load_pretrained(model, state)
+    inside = {f'module.backbone.{k}': v for k, v in state.items() if not k.startswith('head.')}
+    load_pretrained(prefixed, inside | {'module.neck.conv.weight': torch.zeros(3)})
+    torch.save(dict(model=state), tmp_path / 'in.pth')
+    convert(tmp_path / 'in.pth', tmp_path / 'out.pth')
+    load_checkpoint(converted, str(tmp_path / 'out.pth'))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, prefixed.state_dict()[key]), key
+        if not key.startswith('norm'):  # mmengine's loader does not know where a classifier's norm belongs
+            assert torch.equal(value, converted.state_dict()[key]), key
+    assert canonical(model.state_dict()).keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize('name, cls, kwargs', FAMILIES[1:3], ids=['pvt', 'deit'])
+def test_a_checkpoint_of_another_family_is_named(name, cls, kwargs):
+    _, state = golden(name)
+    with pytest.raises(ValueError, match='another architecture'):
+        load_pretrained(swin(), state)
+    with pytest.raises(ValueError, match='another architecture'):
+        load_pretrained(cls(**kwargs), swin().state_dict())
 
 
 def saved(tmp_path: Path, content) -> Path:
