@@ -4,12 +4,13 @@ from typing import Optional, Sequence, Union
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from mmengine.registry import MODELS
 from torch import Tensor
 
 from ..layers.attention import check_heads
 from ..layers.embed import ConvDownsample, PatchEmbed
-from ..layers.windows import Size, window_partition, window_reverse
+from ..layers.windows import Size, centering, window_partition, window_reverse
 from .base import (
     SLABBackbone,
     Stage,
@@ -35,9 +36,9 @@ class CrossShapedAttention(nn.Module):
     """Attention in stripes: half the channels in vertical ones, half in horizontal ones (CSWin).
 
     A vertical stripe is as high as the map and ``split_size`` wide, a horizontal one lies across. Queries, keys and
-    values are padded with zeros at the bottom and right until stripes cover them; the padding takes part. Where the
-    map of the pre-training is a single stripe (``one_branch``), all channels attend on the whole map. LePE, a 3x3
-    depth-wise convolution of the values in each stripe, is added to the output (its Eq. 7).
+    values are padded with zeros, evenly at both sides, until stripes cover them; the padding takes part, as in its
+    authors' segmentation. Where the map of the pre-training is a single stripe (``one_branch``), all channels attend
+    on the whole map. LePE, a 3x3 depth-wise convolution of the values in each stripe, is added to the output.
 
     Args:
         attn (str | dict): As in :func:`~mmslab.backbones.base.build_attention`; the module must have ``mix``.
@@ -100,14 +101,19 @@ class CrossShapedAttention(nn.Module):
 
     def forward(self, x: Tensor, *, hw_shape: Size) -> Tensor:
         """Tokens of a map, ``(B, h * w, C)``, to the same."""
-        B, N, C = x.shape
-        qkv = self.qkv(x).view(B, *hw_shape, 3, self.num_branches, C // self.num_branches)
+        (B, N, C), (H, W) = x.shape, hw_shape
+        qkv = self.qkv(x).view(B, H, W, 3, self.num_branches, C // self.num_branches)
         outs = []
         for branch, (attn, lepe) in enumerate(zip(self.branches, self.lepe)):
-            h, w = window = self.stripe(branch, hw_shape)
-            q, k, v = window_partition(qkv[..., branch, :].flatten(3), window).chunk(3, dim=-1)
-            local = lepe(v.transpose(1, 2).unflatten(2, (h, w))).flatten(2).transpose(1, 2)
-            outs.append(window_reverse(attn.mix(q, k, v, window) + local, hw_shape, window))
+            window = self.stripe(branch, hw_shape)
+            top, left = centering(hw_shape, window)
+            grid = qkv[..., branch, :].flatten(3)
+            if top or left:
+                grid = F.pad(grid, (0, 0, left, 0, top, 0))
+            q, k, v = window_partition(grid, window).chunk(3, dim=-1)
+            local = lepe(v.transpose(1, 2).unflatten(2, window)).flatten(2).transpose(1, 2)
+            out = window_reverse(attn.mix(q, k, v, window) + local, (H + top, W + left), window)
+            outs.append(out[:, top:, left:])
         return self.proj_drop(self.proj(torch.cat(outs, dim=-1).view(B, N, C)))
 
 

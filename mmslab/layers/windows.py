@@ -21,6 +21,15 @@ def padded_size(hw: Size, window: Size) -> Size:
     return -(-hw[0] // window[0]) * window[0], -(-hw[1] // window[1]) * window[1]
 
 
+def centering(hw: Size, window: Size) -> Size:
+    """Rows and columns of zeros to put at the top and left, so that padding to windows surrounds the map evenly.
+
+    What is missing at the bottom and right, the same or one more, :func:`window_partition` adds.
+    """
+    padded = padded_size(hw, window)
+    return (padded[0] - hw[0]) // 2, (padded[1] - hw[1]) // 2
+
+
 def window_partition(x: Tensor, window: Size, shift: Size = (0, 0)) -> Tensor:
     """Pads with zeros at the bottom and right, shifts cyclically up and left, and cuts into windows.
 

@@ -68,9 +68,11 @@ def stripes_by_hand(attn, x, hw, kind):
         length, across = q_.shape[1:3]
         lepe = p[f'lepe.{branch}.weight'] if branch == 0 else p[f'lepe.{branch}.weight'].transpose(2, 3)
         result = torch.zeros(B, length, across, half, dtype=torch.float64)
-        for start in range(0, across, s):
-            pad = max(start + s - across, 0)
-            qs, ks, vs = (F.pad(t[:, :, start : start + s], (0, 0, 0, pad)) for t in (q_, k_, v_))
+        before, after = (-across % s) // 2, -across % s - (-across % s) // 2
+        q_, k_, v_ = (F.pad(t, (0, 0, before, after)) for t in (q_, k_, v_))
+        result = F.pad(result, (0, 0, before, after))
+        for start in range(0, before + across, s):
+            qs, ks, vs = (t[:, :, start : start + s] for t in (q_, k_, v_))
             y = F.conv2d(vs.permute(0, 3, 1, 2), lepe, p[f'lepe.{branch}.bias'], padding=1, groups=half)
             if kind == 'sla':
                 encoding = p[f'branches.{branch}.positional_encoding']
@@ -93,7 +95,8 @@ def stripes_by_hand(attn, x, hw, kind):
                 else:
                     weights = (weights / d**0.5).softmax(-1)
                 y[:, c] += (weights @ vh).view(B, length, s, d).permute(0, 3, 1, 2)
-            result[:, :, start : start + s] = y.permute(0, 2, 3, 1)[:, :, : across - start]
+            result[:, :, start : start + s] = y.permute(0, 2, 3, 1)
+        result = result[:, :, before : before + across]
         out[..., branch * half : branch * half + half] = result if branch == 0 else result.transpose(1, 2)
     return out.flatten(1, 2) @ p['proj.weight'].t() + p['proj.bias']
 
