@@ -1,12 +1,13 @@
 """The whole way on a small scale: data, training, recalibration, evaluation, drawings."""
 
+import contextlib
+import io
 import os
 import shutil
 import time
 from pathlib import Path
 from typing import Union
 
-from mmengine.runner import Runner
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +55,10 @@ def run_demo(
         console.print(f'{data}: {counts["train"]} instances to train on, {counts["val"]} held out')
     os.environ['SHAPES_ROOT'] = str(data)
 
-    console.rule('2/4  training: LayerNorm (gamma 1) fades into BatchNorm (gamma 0), then BN recalibration')
-    runner = build_trainer(CONFIG, work_dir=out)
+    console.rule('2/4  training')
+    console.print('LayerNorm (gamma 1) fades into RepBN (gamma 0); at the end the BN statistics are recalibrated')
+    with _log_file_only():
+        runner = build_trainer(CONFIG, work_dir=out)
     runner.train()
     before = runner.message_hub.get_info('metrics_before_recalibration')
     iters_per_epoch = len(runner.train_dataloader)
@@ -65,8 +68,9 @@ def run_demo(
     shutil.copyfile(out / f'epoch_{runner.max_epochs}.pth', checkpoint)
 
     console.rule('3/4  evaluation of the final checkpoint')
-    tester: Runner = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=dict(log_level='WARNING'))
-    metrics = tester.test()
+    with _log_file_only():
+        tester = build_tester(CONFIG, checkpoint, work_dir=out / 'test')
+        metrics = tester.test()
     final_gamma = max(float(m.gamma) for m in prepbn_modules(tester.model))
 
     console.rule('4/4  drawings')
@@ -74,7 +78,8 @@ def run_demo(
     chosen.mkdir()
     for image in sorted((data / 'val').iterdir())[:images]:
         shutil.copy(image, chosen)
-    infer(chosen, CONFIG, checkpoint, out / 'drawn')
+    with _log_file_only():
+        infer(chosen, CONFIG, checkpoint, out / 'drawn')
     draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
@@ -90,6 +95,11 @@ def run_demo(
         console.print(f'{what}: {path}', highlight=False)
     console.print(f'{(time.time() - started) / 60:.1f} minutes in all')
     return dict(metrics)
+
+
+def _log_file_only():
+    """mmengine's loggers that are made within it keep to their files; errors are raised as ever."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _move_aside(out: Path) -> None:
