@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Union
+from typing import Any, Dict, Optional, Union
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +17,7 @@ from .data.shapes import make_shapes
 from .layers.norm import prepbn_modules
 from .plots import draw_curves, read_scalars
 
-CONFIG = Path('configs/demo/maskrcnn_slab_swin_shapes.py')
+CONFIG = Path(__file__).resolve().parent.parent / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 METRICS = {
     'box AP': 'coco/bbox_mAP',
     'box AP50': 'coco/bbox_mAP_50',
@@ -27,7 +27,10 @@ METRICS = {
 
 
 def run_demo(
-    out: Union[str, os.PathLike] = 'work_dirs/demo', data: Union[str, os.PathLike] = 'data/shapes', images: int = 12
+    out: Union[str, os.PathLike] = 'work_dirs/demo',
+    data: Union[str, os.PathLike] = 'data/shapes',
+    images: int = 12,
+    options: Optional[Dict[str, Any]] = None,
 ) -> dict:
     """Makes the shapes, trains ``configs/demo/maskrcnn_slab_swin_shapes.py`` on them, evaluates the checkpoint, draws.
 
@@ -38,6 +41,7 @@ def run_demo(
         out (str | Path): A folder for checkpoint, logs, curves and drawn images.
         data (str | Path): A folder for the data set.
         images (int): Held-out images to draw.
+        options (dict, optional): Config entries to replace, by dotted key.
 
     Returns:
         dict: The metrics of the final checkpoint.
@@ -58,18 +62,18 @@ def run_demo(
     console.rule('2/4  training')
     console.print('LayerNorm (gamma 1) fades into RepBN (gamma 0); at the end the BN statistics are recalibrated')
     with _log_file_only():
-        runner = build_trainer(CONFIG, work_dir=out)
+        runner = build_trainer(CONFIG, work_dir=out, options=options)
     runner.train()
     before = runner.message_hub.get_info('metrics_before_recalibration')
     iters_per_epoch = len(runner.train_dataloader)
-    scalars = Path(runner.visualizer.get_vis_backend('LocalVisBackend')._scalar_save_path)
+    scalars = Path(runner.log_dir) / 'vis_data' / 'scalars.json'
     gamma = read_scalars(scalars)['gamma']
     checkpoint = out / 'slab_swin_shapes.pth'
     shutil.copyfile(out / f'epoch_{runner.max_epochs}.pth', checkpoint)
 
     console.rule('3/4  evaluation of the final checkpoint')
     with _log_file_only():
-        tester = build_tester(CONFIG, checkpoint, work_dir=out / 'test')
+        tester = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=options)
         metrics = tester.test()
     final_gamma = max(float(m.gamma) for m in prepbn_modules(tester.model))
 
@@ -84,7 +88,8 @@ def run_demo(
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
     console.print('gamma over the iterations: ' + '  '.join(f'{gamma[0][i]}: {gamma[1][i]:.2f}' for i in picked))
-    table = Table(title=f'held-out split, pycocotools; gamma of the final checkpoint: {final_gamma:g}')
+    console.print(f'gamma of the final checkpoint: {final_gamma:g}', highlight=False)
+    table = Table(title='held-out split, by pycocotools')
     table.add_column('metric')
     table.add_column('before recalibration', justify='right')
     table.add_column('final checkpoint', justify='right')
