@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Optional, Union
 
+import cv2
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from .apis import build_tester, build_trainer, infer
 from .data.checks import check_writable
 from .data.shapes import make_shapes
 from .layers.norm import prepbn_modules
-from .plots import draw_curves, read_scalars
+from .plots import draw_curves, draw_sheet, read_scalars
 
 CONFIG = Path(__file__).resolve().parent.parent / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 METRICS = {
@@ -80,10 +81,12 @@ def run_demo(
     console.rule('4/4  drawings')
     chosen = out / 'images'
     chosen.mkdir()
-    for image in sorted((data / 'val').iterdir())[:images]:
-        shutil.copy(image, chosen)
+    for image in sorted((data / 'val').iterdir())[:images]:  # enlarged: labels would cover images of 128 pixels
+        enlarged = cv2.resize(cv2.imread(str(image)), None, fx=3, fy=3, interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(chosen / f'{image.stem}.png'), enlarged)
     with _log_file_only():
-        infer(chosen, CONFIG, checkpoint, out / 'drawn')
+        drawn = infer(chosen, CONFIG, checkpoint, out / 'drawn', score_thr=0.5)
+    draw_sheet(drawn, out / 'drawn.jpg')
     draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
@@ -96,7 +99,8 @@ def run_demo(
     for name, key in METRICS.items():
         table.add_row(name, f'{before[key]:.3f}', f'{metrics[key]:.3f}')
     console.print(table)
-    for what, path in (('checkpoint', checkpoint), ('drawn images', out / 'drawn'), ('curves', out / 'curves.png')):
+    drawings = f'{out / "drawn"}, together in {out / "drawn.jpg"}'
+    for what, path in (('checkpoint', checkpoint), ('drawn images', drawings), ('curves', out / 'curves.png')):
         console.print(f'{what}: {path}', highlight=False)
     console.print(f'{(time.time() - started) / 60:.1f} minutes in all')
     return dict(metrics)
