@@ -1,12 +1,14 @@
 """The whole way on a small scale: data, training, recalibration, evaluation, drawings."""
 
+import contextlib
+import io
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Union
+from typing import Any, Dict, Optional, Union
 
-from mmengine.runner import Runner
+import cv2
 from rich.console import Console
 from rich.table import Table
 
@@ -14,9 +16,9 @@ from .apis import build_tester, build_trainer, infer
 from .data.checks import check_writable
 from .data.shapes import make_shapes
 from .layers.norm import prepbn_modules
-from .plots import draw_curves, read_scalars
+from .plots import draw_curves, draw_sheet, read_scalars
 
-CONFIG = Path('configs/demo/maskrcnn_slab_swin_shapes.py')
+CONFIG = Path(__file__).resolve().parent.parent / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 METRICS = {
     'box AP': 'coco/bbox_mAP',
     'box AP50': 'coco/bbox_mAP_50',
@@ -26,7 +28,10 @@ METRICS = {
 
 
 def run_demo(
-    out: Union[str, os.PathLike] = 'work_dirs/demo', data: Union[str, os.PathLike] = 'data/shapes', images: int = 12
+    out: Union[str, os.PathLike] = 'work_dirs/demo',
+    data: Union[str, os.PathLike] = 'data/shapes',
+    images: int = 12,
+    options: Optional[Dict[str, Any]] = None,
 ) -> dict:
     """Makes the shapes, trains ``configs/demo/maskrcnn_slab_swin_shapes.py`` on them, evaluates the checkpoint, draws.
 
@@ -37,6 +42,7 @@ def run_demo(
         out (str | Path): A folder for checkpoint, logs, curves and drawn images.
         data (str | Path): A folder for the data set.
         images (int): Held-out images to draw.
+        options (dict, optional): Config entries to replace, by dotted key.
 
     Returns:
         dict: The metrics of the final checkpoint.
@@ -54,42 +60,55 @@ def run_demo(
         console.print(f'{data}: {counts["train"]} instances to train on, {counts["val"]} held out')
     os.environ['SHAPES_ROOT'] = str(data)
 
-    console.rule('2/4  training: LayerNorm (gamma 1) fades into BatchNorm (gamma 0), then BN recalibration')
-    runner = build_trainer(CONFIG, work_dir=out)
+    console.rule('2/4  training')
+    console.print('LayerNorm (gamma 1) fades into RepBN (gamma 0); at the end the BN statistics are recalibrated')
+    with _log_file_only():
+        runner = build_trainer(CONFIG, work_dir=out, options=options)
     runner.train()
     before = runner.message_hub.get_info('metrics_before_recalibration')
     iters_per_epoch = len(runner.train_dataloader)
-    scalars = Path(runner.visualizer.get_vis_backend('LocalVisBackend')._scalar_save_path)
+    scalars = Path(runner.log_dir) / 'vis_data' / 'scalars.json'
     gamma = read_scalars(scalars)['gamma']
     checkpoint = out / 'slab_swin_shapes.pth'
     shutil.copyfile(out / f'epoch_{runner.max_epochs}.pth', checkpoint)
 
     console.rule('3/4  evaluation of the final checkpoint')
-    tester: Runner = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=dict(log_level='WARNING'))
-    metrics = tester.test()
+    with _log_file_only():
+        tester = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=options)
+        metrics = tester.test()
     final_gamma = max(float(m.gamma) for m in prepbn_modules(tester.model))
 
     console.rule('4/4  drawings')
     chosen = out / 'images'
     chosen.mkdir()
-    for image in sorted((data / 'val').iterdir())[:images]:
-        shutil.copy(image, chosen)
-    infer(chosen, CONFIG, checkpoint, out / 'drawn')
+    for image in sorted((data / 'val').iterdir())[:images]:  # enlarged: labels would cover images of 128 pixels
+        enlarged = cv2.resize(cv2.imread(str(image)), None, fx=3, fy=3, interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(chosen / f'{image.stem}.png'), enlarged)
+    with _log_file_only():
+        drawn = infer(chosen, CONFIG, checkpoint, out / 'drawn', score_thr=0.5)
+    draw_sheet(drawn, out / 'drawn.jpg')
     draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
     console.print('gamma over the iterations: ' + '  '.join(f'{gamma[0][i]}: {gamma[1][i]:.2f}' for i in picked))
-    table = Table(title=f'held-out split, pycocotools; gamma of the final checkpoint: {final_gamma:g}')
+    console.print(f'gamma of the final checkpoint: {final_gamma:g}', highlight=False)
+    table = Table(title='held-out split, by pycocotools')
     table.add_column('metric')
     table.add_column('before recalibration', justify='right')
     table.add_column('final checkpoint', justify='right')
     for name, key in METRICS.items():
         table.add_row(name, f'{before[key]:.3f}', f'{metrics[key]:.3f}')
     console.print(table)
-    for what, path in (('checkpoint', checkpoint), ('drawn images', out / 'drawn'), ('curves', out / 'curves.png')):
+    drawings = f'{out / "drawn"}, together in {out / "drawn.jpg"}'
+    for what, path in (('checkpoint', checkpoint), ('drawn images', drawings), ('curves', out / 'curves.png')):
         console.print(f'{what}: {path}', highlight=False)
     console.print(f'{(time.time() - started) / 60:.1f} minutes in all')
     return dict(metrics)
+
+
+def _log_file_only():
+    """mmengine's loggers that are made within it keep to their files; errors are raised as ever."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _move_aside(out: Path) -> None:

@@ -3,7 +3,10 @@
 import json
 import os
 from pathlib import Path
-from typing import Dict, List, Tuple, Union
+from typing import Dict, List, Sequence, Tuple, Union
+
+import cv2
+import numpy as np
 
 Curve = Tuple[List[int], List[float]]
 
@@ -49,9 +52,10 @@ def draw_curves(
     for kind, colour in (('bbox', 'tab:blue'), ('segm', 'tab:orange')):
         name = f'coco/{kind}_mAP_50'
         epochs, values = curves.get(name, ([], []))
-        last = {e: v for e, v in zip(epochs, values)}  # the last epoch is validated before and after recalibration
-        steps = [e * iters_per_epoch for e in last]
-        axes[2].plot(steps, list(last.values()), 'o-', color=colour, label=f'{kind} AP50')
+        # the validation before the recalibration is logged once more under the epoch before the last
+        first = dict(zip(reversed(epochs), reversed(values)))
+        steps = sorted(e * iters_per_epoch for e in first)
+        axes[2].plot(steps, [first[e] for e in sorted(first)], 'o-', color=colour, label=f'{kind} AP50')
         if name in before and steps:
             axes[2].plot(steps[-1], before[name], 'o', mfc='none', color=colour, label=f'{kind}, before recalibration')
     axes[2].set(ylabel='AP50', xlabel='iteration', ylim=(0, 1))
@@ -60,3 +64,12 @@ def draw_curves(
         ax.grid(alpha=0.3)
     figure.savefig(out, dpi=120)
     plt.close(figure)
+
+
+def draw_sheet(images: Sequence[Path], out: Union[str, os.PathLike], columns: int = 4, side: int = 300) -> None:
+    """Puts images beside and below each other into one, each ``side`` pixels wide and high."""
+    cells = [cv2.resize(cv2.imread(str(p)), (side, side), interpolation=cv2.INTER_AREA) for p in images]
+    cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
+    rows = [np.hstack(cells[i : i + columns]) for i in range(0, len(cells), columns)]
+    if not cv2.imwrite(str(out), np.vstack(rows)):
+        raise OSError(f'out: {str(out)!r} cannot be written.')

@@ -61,7 +61,7 @@ def test_train_resumes_recalibrates_and_shows_progress(trained):
     assert gammas == {0.0} and checkpoint['meta']['iter'] == 8
     log = sorted(root.glob('out/*/*.log'))[-1].read_text()
     assert 'resumed epoch: 1, iter: 4' in log
-    assert 'BN statistics of 22 layers of the model recalibrated over 4 batches' in log
+    assert 'BN statistics of 20 layers of the model recalibrated over 4 batches' in log
     assert output.count('validation after iteration 8') == 2 and 'bbox_mAP_50' in output
 
 
@@ -86,6 +86,22 @@ def test_infer_draws_a_folder_and_an_image(trained):
         assert drawn is not None and abs(drawn.astype(int) - cv2.imread(str(image))).max() > 30
     again = tool('infer', 'shapes/val/000001.jpg', *args, cwd=root)
     assert again.returncode != 0 and again.stderr.startswith('error: out: ') and '--force' in again.stderr
+
+
+def test_demo_trains_evaluates_and_draws(trained):
+    """The whole of the demo but its length; and a second one leaves the first alone."""
+    root, _ = trained
+    (root / 'demo').mkdir()
+    (root / 'demo' / 'mine').write_text('kept')
+    run = tool('demo', '--out', 'demo', '--data', 'shapes', '--cfg-options', *SHORT, cwd=root)
+    assert run.returncode == 0, run.stderr
+    assert (root / 'demo.1' / 'mine').read_text() == 'kept'
+    for said in ('using the shapes in shapes', 'gamma over the iterations', 'before recalibration', 'mask AP50'):
+        assert said in run.stdout, run.stdout
+    assert 'gamma of the final checkpoint: 0' in run.stdout and 'mmengine - INFO' not in run.stdout
+    assert (root / 'demo' / 'slab_swin_shapes.pth').exists() and len(list((root / 'demo' / 'drawn').iterdir())) == 4
+    curves = cv2.imread(str(root / 'demo' / 'curves.png'))
+    assert curves.shape[0] > 600 and curves.std() > 10
 
 
 def test_convert_checkpoint(trained):
@@ -116,17 +132,23 @@ def shapes(tmp_path, monkeypatch):
 
 
 def test_bad_input_to_training_is_named(shapes):
+    derived = shapes / 'derived.py'
+    init = "model = dict(backbone=dict(init_cfg=dict(_delete_=True, type='Pretrained', checkpoint='no.pth')))"
+    derived.write_text(f'_base_ = {str(CONFIG)!r}\n{init}\n')
+    unscaled = shapes / 'unscaled.py'
+    unscaled.write_text(f'_base_ = {str(CONFIG)!r}\nauto_scale_lr = dict(_delete_=True, enable=False)\n')
     with pytest.raises(FileNotFoundError, match='config .*no.py.* does not exist'):
         build_trainer('no.py')
     with pytest.raises(FileNotFoundError, match='--resume .*no.pth.* does not exist'):
         build_trainer(CONFIG, resume='no.pth')
     with pytest.raises(FileNotFoundError, match='pre-trained weights .*no.pth.*init_cfg=None'):
-        build_trainer(CONFIG, options={'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='no.pth')})
+        build_trainer(derived, work_dir=shapes / 'out')
+    assert build_trainer(derived, work_dir=shapes / 'out', options={'model.backbone.init_cfg': None})
     (shapes / 'file').write_text('mine')
     with pytest.raises(OSError, match='work_dir=.*cannot be written'):
         build_trainer(CONFIG, work_dir=shapes / 'file' / 'sub')
     with pytest.raises(ValueError, match='--auto-scale-lr needs'):
-        build_trainer(CONFIG, auto_scale_lr=True, options={'auto_scale_lr': dict(enable=False)})
+        build_trainer(unscaled, auto_scale_lr=True)
     assert not (shapes / 'work_dirs').exists()
 
 

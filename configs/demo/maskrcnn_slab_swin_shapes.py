@@ -96,3 +96,4 @@ custom_hooks = [
     dict(type='RichProgressHook', interval=50),
 ]
 default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=1))
+randomness = dict(seed=0)

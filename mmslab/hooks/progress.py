@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+from functools import cached_property
 from typing import Dict, Optional
 
 from mmengine.dist import master_only
@@ -37,9 +38,12 @@ class RichProgressHook(Hook):
             raise ValueError(f'interval must be at least 1, but got {interval}.')
         self.interval = interval
         self.metrics = tuple(metrics)
-        self.console = Console()
         self.bar: Optional[Progress] = None
         self._silence = contextlib.ExitStack()
+
+    @cached_property
+    def console(self) -> Console:
+        return Console()  # made when first used, to find out then whether the output is a terminal
 
     @master_only
     def before_train(self, runner: Runner) -> None:
@@ -81,6 +85,7 @@ class RichProgressHook(Hook):
         self.console.print(
             f'{place}  iter {runner.iter + 1}/{runner.max_iters}  {status}  eta {int(seconds // 60)}:{int(seconds % 60):02d}',
             highlight=False,
+            soft_wrap=True,
         )
 
     def _place(self, runner: Runner) -> str:
@@ -102,7 +107,9 @@ class RichProgressHook(Hook):
             if k.startswith(self.metrics) and not k.endswith(('_s', '_m', '_l', '_75'))
         }
         text = '  '.join(f'{k.split("/")[-1]} {v:.3f}' for k, v in shown.items())
-        self.console.print(f'  validation after iteration {runner.iter}:  {text or metrics}', highlight=False)
+        self.console.print(
+            f'  validation after iteration {runner.iter}:  {text or metrics}', highlight=False, soft_wrap=True
+        )
 
     @master_only
     def after_train(self, runner: Runner) -> None:
