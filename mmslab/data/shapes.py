@@ -1,4 +1,4 @@
-"""A small instance-segmentation data set of overlapping shapes, made in seconds, in COCO's format."""
+"""Small data sets of shapes, made in seconds: instances in COCO's format, and classes laid out as ImageNet is."""
 
 import json
 import os
@@ -53,14 +53,7 @@ def make_shapes(
         FileExistsError: If ``out`` has annotations of this data set and ``force`` is not set.
         OSError: If ``out`` cannot be written.
     """
-    for name, value, least in (
-        ('num_train', num_train, 1),
-        ('num_val', num_val, 1),
-        ('size', size, 32),
-        ('max_shapes', max_shapes, 1),
-    ):
-        if value < least:
-            raise ValueError(f'{name} must be at least {least}, but got {value}.')
+    _check_numbers(num_train=(num_train, 1), num_val=(num_val, 1), size=(size, 32), max_shapes=(max_shapes, 1))
     if masks not in MASKS:
         raise ValueError(f'masks must be one of {MASKS}, but got {masks!r}.')
     out = Path(out)
@@ -80,8 +73,7 @@ def make_shapes(
             rng = np.random.default_rng([seed, split_id, image_id])
             image, found = draw(rng, size, max_shapes)
             name = f'{image_id:06d}.jpg'
-            if not cv2.imwrite(str(out / split / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
-                raise OSError(f'{str(out / split / name)!r} cannot be written. Check the folder and the disk.')
+            _write(out / split / name, image)
             images.append(dict(id=image_id, file_name=name, height=size, width=size))
             as_polygon = masks == 'polygon' or (masks == 'mixed' and image_id % 2 == 0)
             for label, mask in found:
@@ -105,6 +97,63 @@ def make_shapes(
     return counts
 
 
+def make_shape_classes(
+    out: Union[str, os.PathLike],
+    num_train: int = 2000,
+    num_val: int = 250,
+    size: int = 64,
+    seed: int = 0,
+    force: bool = False,
+    progress: bool = True,
+) -> Dict[str, int]:
+    """Writes a classification set, ``out/{train,val}/<class>/*.jpg``, as ImageNet is laid out: one shape in an image.
+
+    Args:
+        out (str | Path): A folder, made if missing.
+        num_train, num_val (int): Images in each split, the classes in turn.
+        size (int): Pixels along a side of the square images, at least 32.
+        seed (int): Of the random generator.
+        force (bool): Whether to write over a set that is already in ``out``.
+        progress (bool): Whether to show a progress bar.
+
+    Returns:
+        dict[str, int]: Images in each split.
+
+    Raises:
+        ValueError, FileExistsError, OSError: See :func:`make_shapes`.
+    """
+    _check_numbers(num_train=(num_train, len(CLASSES)), num_val=(num_val, len(CLASSES)), size=(size, 32))
+    out = Path(out)
+    if not force and any((out / split).exists() for split in ('train', 'val')):
+        raise FileExistsError(f'out={str(out)!r} holds a data set already. Choose another folder, or pass --force.')
+    for split_id, (split, number) in enumerate((('train', num_train), ('val', num_val))):
+        for name in CLASSES:
+            (out / split / name).mkdir(parents=True, exist_ok=True)
+        for i in track(range(number), description=f'making {split}', disable=not progress, transient=True):
+            rng = np.random.default_rng([seed, 2 + split_id, i])
+            label = i % len(CLASSES)
+            image = _texture(rng, size, contrast=25)
+            mask = _shape(rng, label, size, smallest=4, largest=2.2)
+            image[mask] = _texture(rng, size, contrast=12)[mask]
+            _write(out / split / CLASSES[label] / f'{i:06d}.jpg', _noisy(rng, image))
+    return dict(train=num_train, val=num_val)
+
+
+def _check_numbers(**numbers: Tuple[int, int]) -> None:
+    for name, (value, least) in numbers.items():
+        if value < least:
+            raise ValueError(f'{name} must be at least {least}, but got {value}.')
+
+
+def _write(path: Path, image: np.ndarray) -> None:
+    if not cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
+        raise OSError(f'{str(path)!r} cannot be written. Check the folder and the disk.')
+
+
+def _noisy(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
+    return np.clip(image + rng.normal(0, 5, image.shape), 0, 255).astype(np.uint8)
+
+
 def draw(rng: np.random.Generator, size: int, max_shapes: int) -> Tuple[np.ndarray, List[Tuple[int, np.ndarray]]]:
     """One image ``(size, size, 3)``, uint8, and the class and visible mask (bool) of each shape in it."""
     image = _texture(rng, size, contrast=25)
@@ -118,10 +167,8 @@ def draw(rng: np.random.Generator, size: int, max_shapes: int) -> Tuple[np.ndarr
         colour = _texture(rng, size, contrast=12)
         image[mask] = colour[mask]
         shapes = [(lab, m & ~mask, n) for lab, m, n in shapes] + [(label, mask, full)]
-    noise = rng.normal(0, 5, image.shape)
-    image = np.clip(image + noise, 0, 255).astype(np.uint8)
     visible = [(lab, m) for lab, m, n in shapes if m.sum() >= max(_MIN_PIXELS, _MIN_VISIBLE * n)]
-    return image, visible
+    return _noisy(rng, image), visible
 
 
 def _texture(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray:
@@ -138,9 +185,9 @@ def _texture(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray
     return base + contrast * plane[..., None] * tint
 
 
-def _shape(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
-    """The mask (bool) of a shape of class ``label`` somewhere in the image, at least its centre inside."""
-    radius = float(np.exp(rng.uniform(np.log(size / 13), np.log(size / 3.5))))
+def _shape(rng: np.random.Generator, label: int, size: int, smallest: float = 13, largest: float = 3.5) -> np.ndarray:
+    """The mask (bool) of a shape of class ``label``, its centre inside, its radius a share of ``size``."""
+    radius = float(np.exp(rng.uniform(np.log(size / smallest), np.log(size / largest))))
     centre = rng.uniform(0.08, 0.92, 2) * size
     turn = rng.uniform(0, 2 * np.pi)
     stretch = rng.uniform(0.7, 1.0)

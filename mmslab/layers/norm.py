@@ -34,6 +34,7 @@ class RepBN(nn.Module):
         num_features (int): Channels, the size of the last input dimension.
         eps (float): Added to the variance. Defaults to 1e-5.
         momentum (float | None): Of the running statistics, as in ``nn.BatchNorm1d``. Defaults to 0.1.
+        use_eta (bool): False fixes eta at 0, which leaves a plain BN (the ablation in Table 7). Defaults to True.
 
     Shape:
         ``(..., num_features)`` to the same. The statistics are taken over all leading dimensions.
@@ -44,10 +45,12 @@ class RepBN(nn.Module):
 
     _abbr_ = 'norm'
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: Optional[float] = 0.1) -> None:
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: Optional[float] = 0.1, use_eta: bool = True
+    ) -> None:
         super().__init__()
         self.num_features = num_features
-        self.eta = nn.Parameter(torch.ones(1))
+        self.eta = nn.Parameter(torch.full((1,), float(use_eta)), requires_grad=use_eta)
         self.bn = nn.BatchNorm1d(num_features, eps=eps, momentum=momentum)
 
     def forward(self, x: Tensor, eta: Optional[Tensor] = None) -> Tensor:
@@ -97,6 +100,7 @@ class PRepBN(nn.Module):
         ln_eps (float | None): Of LN alone. Defaults to None.
         momentum (float | None): Of RepBN's running statistics. Defaults to 0.1.
         gamma (float): The initial gamma, in [0, 1]. Defaults to 1.
+        use_eta (bool): See :class:`RepBN`. Defaults to True.
 
     Shape:
         ``(..., num_features)`` to the same.
@@ -114,11 +118,12 @@ class PRepBN(nn.Module):
         ln_eps: Optional[float] = None,
         momentum: Optional[float] = 0.1,
         gamma: float = 1.0,
+        use_eta: bool = True,
     ) -> None:
         super().__init__()
         self.num_features = num_features
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
-        self.repbn = RepBN(num_features, eps=eps, momentum=momentum)
+        self.repbn = RepBN(num_features, eps=eps, momentum=momentum, use_eta=use_eta)
         self.register_buffer('gamma', torch.ones(()))
         self.set_gamma(gamma)
 

@@ -1,0 +1,17 @@
+# Cascade Mask R-CNN with SLAB-Swin-T: nothing here is tied to Mask R-CNN. The paper has no figure for it.
+_base_ = ['mmdet::_base_/models/cascade-mask-rcnn_r50_fpn.py', './_base_/coco_1x.py']
+
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='SLABSwin',
+        arch='tiny',
+        attn=('sla', 'sla', 'softmax', 'softmax'),
+        window_sizes=(56, 28, 7, 7),
+        norm_cfg=dict(type='PRepBN', gamma=0.0),
+        norm_eval=True,
+        drop_path_rate=0.1,
+        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_SWIN_T:checkpoints/slab_swin_tiny.pth}}'),
+    ),
+    neck=dict(in_channels=[96, 192, 384, 768]),
+)

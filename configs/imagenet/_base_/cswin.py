@@ -1,0 +1,6 @@
+_base_ = './classifier.py'
+
+model = dict(
+    backbone=dict(type='SLABCSWin', out_indices=(3,)),
+    head=dict(in_channels=512),
+)

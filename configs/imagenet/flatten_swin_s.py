@@ -1,0 +1,14 @@
+# Flatten-Swin-S (Tables 2 and 6: 83.5 top-1, 8.8 GFLOPs, 18.6 ms).
+_base_ = './_base_/swin.py'
+
+norm_cfg = dict(type='LN')
+model = dict(
+    backbone=dict(
+        arch='small',
+        attn=('focused', 'focused', 'softmax', 'softmax'),
+        window_sizes=(56, 28, 7, 7),
+        norm_cfg=norm_cfg,
+        out_norm_cfg=norm_cfg,
+        drop_path_rate=0.3,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Figures of models: what they cost, beside what the paper says."""
