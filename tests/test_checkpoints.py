@@ -228,6 +228,45 @@ def test_a_checkpoint_of_another_family_is_named(name, cls, kwargs):
         load_pretrained(cls(**kwargs), swin().state_dict())
 
 
+@pytest.mark.parametrize(
+    'name, config',
+    [
+        ('prepbn_swin_cls', dict(type='SLABSwin', arch=ARCH, **SOFTMAX, pad_small_map=False, out_indices=(3,))),
+        ('slab_deit', dict(type='SLABDeiT', arch=dict(embed_dims=24, depth=3, num_heads=3), out_type='avg_featmap')),
+    ],
+)
+def test_a_whole_classifier_goes_into_mmpretrain(tmp_path, name, config):
+    """The authors' logits from mmpretrain's ImageClassifier, by mmengine's own loader."""
+    import mmpretrain  # noqa: F401
+    from mmpretrain.registry import MODELS
+
+    arrays, state = golden(name)
+    torch.save(dict(model=state), tmp_path / 'in.pth')
+    convert(tmp_path / 'in.pth', tmp_path / 'out.pth', head='mmpretrain')
+    eps = dict(ln_eps=1e-6) if 'deit' in name else {}
+    model = MODELS.build(
+        dict(
+            type='ImageClassifier',
+            backbone=dict(
+                **config,
+                out_norm_cfg=dict(type='PRepBN', gamma=0.0, **eps),
+                norm_cfg=dict(type='PRepBN', gamma=0.0, **eps),
+            )
+            if 'deit' in name
+            else dict(**config, norm_cfg=dict(type='RepBN'), out_norm_cfg=dict(type='RepBN')),
+            neck=None if 'deit' in name else dict(type='GlobalAveragePooling'),
+            head=dict(type='LinearClsHead', num_classes=10, in_channels=24 if 'deit' in name else 96),
+        )
+    )
+    load_checkpoint(model, str(tmp_path / 'out.pth'), strict=name != 'slab_deit')  # that has an unused class token
+    with torch.no_grad():
+        assert_relative(model.eval()(arrays['x']), arrays['logits'])
+    convert(tmp_path / 'in.pth', tmp_path / 'bare.pth', head='drop')
+    assert not any('head' in k for k in read_state_dict(tmp_path / 'bare.pth'))
+    with pytest.raises(ValueError, match="head must be one of .*'both'"):
+        convert(tmp_path / 'in.pth', tmp_path / 'no.pth', head='both')
+
+
 def saved(tmp_path: Path, content) -> Path:
     torch.save(content, tmp_path / 'w.pth')
     return tmp_path / 'w.pth'

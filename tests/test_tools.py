@@ -104,6 +104,50 @@ def test_demo_trains_evaluates_and_draws(trained):
     assert curves.shape[0] > 600 and curves.std() > 10
 
 
+def test_from_classification_to_detection(trained):
+    """Pre-training on classes, gamma from 1 to 0; its checkpoint starts a detector at gamma 0 with frozen statistics."""
+    root, _ = trained
+    made = tool('make_shapes', 'classes', '--classes', '--num-train', 32, '--num-val', 10, '--size', 64, cwd=root)
+    assert made.returncode == 0 and '32 images to train on, 10 held out' in made.stdout, made.stderr
+    configs = ROOT / 'configs' / 'demo'
+    env = dict(SHAPE_CLASSES_ROOT='classes', SHAPES_ROOT='shapes', SHAPES_CLASSIFIER='classifier/epoch_2.pth')
+    options = ('train_cfg.max_epochs=2', 'train_dataloader.batch_size=8')
+    run = tool(
+        'train',
+        configs / 'slab_pvt_shapes_classes.py',
+        '--work-dir',
+        'classifier',
+        '--cfg-options',
+        *options,
+        cwd=root,
+        env=env,
+    )
+    assert run.returncode == 0 and 'top1' in run.stdout, run.stderr
+    classifier = torch.load(root / 'classifier' / 'epoch_2.pth', weights_only=False)['state_dict']
+    assert {float(v) for k, v in classifier.items() if k.endswith('gamma')} == {0.0}
+    options = ('train_cfg.max_epochs=1', 'train_dataloader.batch_size=8')
+    run = tool(
+        'train',
+        configs / 'maskrcnn_slab_pvt_shapes.py',
+        '--work-dir',
+        'pvt',
+        '--cfg-options',
+        *options,
+        cwd=root,
+        env=env,
+    )
+    assert run.returncode == 0 and 'bbox_mAP_50' in run.stdout, run.stderr
+    log = next(root.glob('pvt/*/*.log')).read_text()
+    assert '0 resized, 0 newly initialized, 2 unused' in log and 'unused: head.fc.weight, head.fc.bias' in log
+    detector = torch.load(root / 'pvt' / 'epoch_1.pth', weights_only=False)['state_dict']
+    for key, value in classifier.items():
+        if key.endswith(
+            ('running_mean', 'running_var', 'gamma')
+        ):  # the statistics are the classifier's; weights move on
+            assert torch.equal(detector[key], value), key
+    assert not torch.equal(detector['backbone.patch_embed.proj.weight'], classifier['backbone.patch_embed.proj.weight'])
+
+
 def test_convert_checkpoint(trained):
     root, _ = trained
     run = tool('convert_checkpoint', 'out/epoch_2.pth', 'converted.pth', cwd=root)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mmslab.checkpoints import convert
+from mmslab.checkpoints import HEADS, convert
 from mmslab.errors import input_errors
 
 
@@ -11,10 +11,17 @@ def main() -> None:
     parser.add_argument('source', metavar='IN', help='checkpoint to read')
     parser.add_argument('target', metavar='OUT', help='checkpoint to write')
     parser.add_argument('--force', action='store_true', help='replace OUT if it exists')
+    parser.add_argument(
+        '--head',
+        choices=HEADS,
+        default='keep',
+        help='a classification head: keep its names, drop it, or '
+        "write the whole as mmpretrain's ImageClassifier has it",
+    )
     parser.add_argument('--trust-checkpoint', action='store_true', help='unpickle a checkpoint that holds any object')
     args = parser.parse_args()
     with input_errors():
-        convert(args.source, args.target, trust=args.trust_checkpoint, force=args.force)
+        convert(args.source, args.target, trust=args.trust_checkpoint, force=args.force, head=args.head)
 
 
 if __name__ == '__main__':

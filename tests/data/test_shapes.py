@@ -7,7 +7,7 @@ import pytest
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from mmslab.data.shapes import CLASSES, draw, make_shapes
+from mmslab.data.shapes import CLASSES, draw, make_shape_classes, make_shapes
 
 SMALL = dict(num_train=6, num_val=4, size=64, progress=False)
 
@@ -98,3 +98,17 @@ def test_rle_counts_are_text(tmp_path):
     content = json.loads((tmp_path / 'annotations' / 'instances_train.json').read_text())
     rle = content['annotations'][0]['segmentation']
     assert coco_mask.decode(rle).sum() == content['annotations'][0]['area']
+
+
+def test_classes_are_laid_out_as_imagenet_is(tmp_path):
+    numbers = dict(num_train=10, num_val=5, size=48, progress=False)
+    for name in 'ab':
+        assert make_shape_classes(tmp_path / name, **numbers) == dict(train=10, val=5)
+    assert digest(tmp_path / 'a') == digest(tmp_path / 'b')
+    for name in CLASSES:
+        files = sorted((tmp_path / 'a' / 'train' / name).iterdir())
+        assert len(files) == 2 and cv2.imread(str(files[0])).shape == (48, 48, 3)
+    with pytest.raises(FileExistsError, match='holds a data set already'):
+        make_shape_classes(tmp_path / 'a', **numbers)
+    with pytest.raises(ValueError, match='num_val must be at least 5'):
+        make_shape_classes(tmp_path / 'c', num_val=4, progress=False)

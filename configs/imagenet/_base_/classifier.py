@@ -1,5 +1,5 @@
-# Pre-training on ImageNet-1K as Table A1 says: 300 epochs, batch 1024 (8 GPUs x 128), AdamW 1e-3, weight decay 0.05, cosine with 20
-# epochs of warm-up; DeiT's augmentation. What a row of Tables 1, 2, 6 and 7 adds is in configs/imagenet/<row>.py.
+# Pre-training on ImageNet-1K as Table A1 says: 300 epochs, batch 1024 (8 GPUs x 128), AdamW 1e-3, weight decay 0.05, cosine
+# with 20 epochs of warm-up; DeiT's augmentation. A row of Tables 1, 2, 6 and 7 adds to it in configs/imagenet/<row>.py.
 # Set IMAGENET_ROOT to the folder that has train/<class>/ and val/<class>/.
 _base_ = [
     'mmpretrain::_base_/datasets/imagenet_bs64_swin_224.py',
