@@ -43,6 +43,8 @@ optim_wrapper = dict(
             'norm': dict(decay_mult=0.0),
             'relative_position_bias_table': dict(decay_mult=0.0),
             'positional_encoding': dict(decay_mult=0.0),
+            'pos_embed': dict(decay_mult=0.0),
+            'cls_token': dict(decay_mult=0.0),
         }
     ),
 )

@@ -7,6 +7,7 @@ a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more
 ``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
 """
 
+from contextlib import nullcontext
 from typing import Optional, Tuple, Union
 
 import torch
@@ -251,7 +252,8 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float
     """
     B, N, C = q.shape
     M, d = k.shape[1], C // num_heads
-    with torch.autocast(v.device.type, enabled=False):
+    # on the meta device, where only shapes are computed, autocast does not exist
+    with nullcontext() if v.is_meta else torch.autocast(v.device.type, enabled=False):
         if v.dtype in (torch.float16, torch.bfloat16):
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
