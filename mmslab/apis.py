@@ -4,8 +4,11 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Union
 
+import cv2
+import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
+from rich.progress import track
 
 from . import checkpoints
 from .data.checks import check_datasets, check_writable
@@ -23,7 +26,11 @@ def load_config(config: PathLike, options: Optional[Dict[str, Any]] = None, laun
     """
     if not os.path.isfile(config):
         raise FileNotFoundError(f'config {str(config)!r} does not exist. The configs are in configs/.')
-    cfg = Config.fromfile(str(config))
+    try:
+        cfg = Config.fromfile(str(config))
+    except Exception:
+        check_detection()  # a base of mmdet's that is not there has a clearer error
+        raise
     cfg.launcher = launcher
     if options:
         cfg.merge_from_dict(options)
@@ -77,8 +84,24 @@ def build_trainer(
         _check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
     _check_init_cfg(cfg.get('model'))
     check_writable(cfg.work_dir, 'work_dir')
+    if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper' and not torch.cuda.is_available():
+        raise ValueError(
+            'mixed precision (--amp, or AmpOptimWrapper in the config) needs a GPU, and there is none. To train on a CPU use '
+            '--cfg-options optim_wrapper.type=OptimWrapper.'
+        )
     checkpoints.use_safe_loading(trust_checkpoint)
-    return Runner.from_cfg(cfg)
+    if cfg.get('load_from') and '://' not in cfg.load_from:
+        content = checkpoints.load_file(cfg.load_from)
+        checkpoints.read_state_dict(content)
+        if cfg.get('resume') and not (isinstance(content, dict) and 'meta' in content):
+            raise ValueError(
+                f'--resume {cfg.load_from!r} holds weights alone, no state of a training. Start from it with '
+                f'--cfg-options load_from={cfg.load_from}.'
+            )
+    runner = Runner.from_cfg(cfg)
+    if cfg.get('resume') and cfg.get('load_from'):
+        checkpoints.check_fits(runner.model, cfg.load_from, '--resume')
+    return runner
 
 
 def build_tester(
@@ -121,6 +144,7 @@ def build_tester(
             hooks.visualization.test_out_dir = str(show_dir)
     checkpoints.use_safe_loading(trust_checkpoint)
     runner = Runner.from_cfg(cfg)
+    checkpoints.check_fits(runner.model, checkpoint)
     if out is not None:
         from mmdet.evaluation import DumpDetResults
 
@@ -167,6 +191,14 @@ def infer(
         raise FileNotFoundError(
             f'no image at {str(images)!r}. Give an image, or a folder with some of {IMAGE_SUFFIXES}.'
         )
+    unreadable = [f for f in files if not cv2.haveImageReader(str(f))]
+    if unreadable:
+        raise ValueError(f'{str(unreadable[0])!r} is no image that can be read. Remove it, or give another folder.')
+    if Path(out).resolve() == (source if source.is_dir() else source.parent).resolve():
+        raise ValueError(
+            f'out={str(out)!r} is where the images are, which would be overwritten. Choose another folder.'
+        )
+    _check_device(device)
     _check_checkpoint(checkpoint, 'checkpoint')
     cfg = load_config(config)
     _without_init_cfg(cfg.get('model'))
@@ -177,15 +209,24 @@ def infer(
     check_writable(out, 'out')
     checkpoints.use_safe_loading(trust_checkpoint)
 
-    import cv2
     from mmdet.apis import DetInferencer
 
-    inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=len(files) > 1)
-    for file, target in zip(files, written):
+    inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
+    checkpoints.check_fits(inferencer.model, checkpoint)
+    for file, target in track(list(zip(files, written)), description='drawing', disable=len(files) == 1):
         result = inferencer(str(file), return_vis=True, no_save_pred=True, pred_score_thr=score_thr)
         if not cv2.imwrite(str(target), result['visualization'][0][..., ::-1]):
             raise OSError(f'out: {str(target)!r} cannot be written.')
     return written
+
+
+def _check_device(device: Optional[str]) -> None:
+    try:
+        kind = None if device is None else torch.device(device).type
+    except RuntimeError as e:
+        raise ValueError(f"device {device!r} is none that torch knows. Use 'cpu' or 'cuda:0'.") from e
+    if kind == 'cuda' and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: there is no GPU here. Use 'cpu'.")
 
 
 def _check_mmdet(cfg: Config) -> None:

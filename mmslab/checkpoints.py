@@ -27,6 +27,7 @@ from .layers.norm import PRepBN, RepBN, TokenBN
 
 StateDict = Dict[str, Tensor]
 HEADS = ('keep', 'drop', 'mmpretrain')
+_trusting = False  # what a command line said of the checkpoints of this process, see use_safe_loading
 
 
 @dataclass
@@ -53,13 +54,14 @@ class LoadReport:
 # ---------------------------------------------------------------------------------------------- reading files
 
 
-def load_file(path: Union[str, os.PathLike], trust: bool = False) -> Any:
+def load_file(path: Union[str, os.PathLike], trust: Optional[bool] = None) -> Any:
     """Reads a file that ``torch.save`` wrote.
 
     Args:
         path (str | Path): A local file, or an http(s) address, which is downloaded to torch's cache.
-        trust (bool): False (default) accepts tensors and plain containers only (``weights_only=True``). True
-            unpickles anything, so the file can run any code: only for files that you trust.
+        trust (bool, optional): False accepts tensors and plain containers only (``weights_only=True``). True
+            unpickles anything, so the file can run any code: only for files that you trust. By default what
+            :func:`use_safe_loading` was told, else False.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -76,7 +78,7 @@ def load_file(path: Union[str, os.PathLike], trust: bool = False) -> Any:
         raise FileNotFoundError(f'checkpoint {path!r} does not exist. Give the path of a .pth file.')
     try:
         with _mmengine_globals():
-            return torch.load(path, map_location='cpu', weights_only=not trust)
+            return torch.load(path, map_location='cpu', weights_only=not (_trusting if trust is None else trust))
     except Exception as e:  # torch raises half a dozen types for a bad file
         if re.search('unsupported (global|class)', str(e), re.IGNORECASE):
             raise ValueError(
@@ -84,7 +86,7 @@ def load_file(path: Union[str, os.PathLike], trust: bool = False) -> Any:
                 'where it comes from, load it with --trust-checkpoint (in Python: trust=True).'
             ) from e
         raise ValueError(
-            f'checkpoint {path!r} cannot be read: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""} '
+            f'checkpoint {path!r} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}). '
             'It is truncated, corrupted, or no PyTorch checkpoint; download or write it again.'
         ) from e
 
@@ -113,8 +115,11 @@ def _mmengine_globals():
 def use_safe_loading(trust: bool = False) -> None:
     """Makes mmengine read every local checkpoint of this process through :func:`load_file`.
 
-    The command lines call it, so that ``--resume`` and ``load_from`` do not unpickle what the user did not vouch for.
+    The command lines call it, so that ``--resume`` and ``load_from`` do not unpickle what the user did not vouch for;
+    ``trust`` holds for ``init_cfg`` too.
     """
+    global _trusting
+    _trusting = trust
     from mmengine.runner.checkpoint import CheckpointLoader
 
     @CheckpointLoader.register_scheme(prefixes='', force=True)
@@ -123,7 +128,7 @@ def use_safe_loading(trust: bool = False) -> None:
         return checkpoint
 
 
-def read_state_dict(checkpoint: Union[str, os.PathLike, dict], trust: bool = False) -> StateDict:
+def read_state_dict(checkpoint: Union[str, os.PathLike, dict], trust: Optional[bool] = None) -> StateDict:
     """The weights in a checkpoint, whether at its top or inside ``state_dict`` or ``model``.
 
     A ``module.`` prefix, which DistributedDataParallel adds, is removed.
@@ -305,7 +310,7 @@ def load_pretrained(
     backbone: nn.Module,
     checkpoint: Union[str, os.PathLike, dict],
     prefix: Optional[str] = None,
-    trust: bool = False,
+    trust: Optional[bool] = None,
     logger: Any = 'current',
 ) -> LoadReport:
     """Loads published weights into a backbone of this package, whatever its norms and window sizes.
@@ -364,6 +369,29 @@ def load_pretrained(
     model.load_state_dict(fitted, strict=False)
     print_log(f'{name} into {type(model).__name__}: {report}', logger=logger)
     return report
+
+
+def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike], name: str = 'checkpoint') -> None:
+    """Raises ValueError unless ``checkpoint`` has just the weights of ``model``, finite: what evaluation and resuming need.
+
+    mmengine's own loader leaves a model as it is where a checkpoint does not fit, with a warning.
+    """
+    state = read_state_dict(checkpoint)
+    target = (model.module if is_model_wrapper(model) else model).state_dict()
+    wrong = [k for k in target if k not in state] or [k for k in state if k not in target]
+    if wrong:
+        side = 'lacks' if wrong[0] in target else 'has, and the model has not,'
+        more = f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''
+        raise ValueError(
+            f'{name} {str(checkpoint)!r} is not of this config: it {side} {wrong[0]!r}{more}. Give the config that it was '
+            'trained with.'
+        )
+    for key, value in target.items():
+        if value.shape != state[key].shape:
+            raise ValueError(
+                f'{name} {str(checkpoint)!r} is not of this config: {key!r} is {tuple(state[key].shape)} there and '
+                f'{tuple(value.shape)} in the model. Give the config that it was trained with.'
+            )
 
 
 def _fit_norms(state: StateDict, model: nn.Module, name: str) -> StateDict:
@@ -479,7 +507,7 @@ def _check_complete(report: LoadReport, model: nn.Module, name: str, prefix: Opt
 def convert(
     source: Union[str, os.PathLike],
     target: Union[str, os.PathLike],
-    trust: bool = False,
+    trust: Optional[bool] = None,
     force: bool = False,
     head: str = 'keep',
 ) -> None:
@@ -500,8 +528,15 @@ def convert(
         raise FileExistsError(f'OUT {str(target)!r} exists. Choose another name, or pass --force to replace it.')
     if not target.parent.is_dir():
         raise FileNotFoundError(f'the folder of OUT {str(target)!r} does not exist. Make it first.')
+    if target.is_dir() or not os.access(target.parent, os.W_OK):
+        raise OSError(f'OUT {str(target)!r} cannot be written. Give a file name in a folder of your own.')
     read = read_state_dict(source, trust)
     state = canonical(read)
+    if not any(re.search(r'(^|\.)layers\.\d+\.blocks\.\d+\.', k) for k in state):
+        raise ValueError(
+            f'IN {str(source)!r} holds no transformer of a kind that mmslab knows; its keys begin with '
+            f'{", ".join(sorted(state)[:3])}. Give weights of a Swin, PVT, DeiT or CSWin.'
+        )
     recomputed = [k for k in state if k.endswith(('relative_position_index', 'attn_mask'))]
     heads = [k for k in state if k.startswith('head.')] if head == 'drop' else []
     state = {k: v for k, v in state.items() if k not in recomputed + heads}

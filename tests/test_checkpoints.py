@@ -238,8 +238,10 @@ def test_a_checkpoint_of_another_family_is_named(name, cls, kwargs):
 def test_a_whole_classifier_goes_into_mmpretrain(tmp_path, name, config):
     """The authors' logits from mmpretrain's ImageClassifier, by mmengine's own loader."""
     import mmpretrain  # noqa: F401
+    from mmengine.registry import init_default_scope
     from mmpretrain.registry import MODELS
 
+    init_default_scope('mmpretrain')
     arrays, state = golden(name)
     torch.save(dict(model=state), tmp_path / 'in.pth')
     convert(tmp_path / 'in.pth', tmp_path / 'out.pth', head='mmpretrain')

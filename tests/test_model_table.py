@@ -50,7 +50,7 @@ def test_sla_is_counted_right():
             self.attn = SimplifiedLinearAttention(dims, heads, window)
 
         def forward(self, x):
-            return self.attn(x.flatten(2).transpose(1, 2))
+            return self.attn(x.flatten(2).transpose(1, 2), hw_shape=self.attn.window_size)
 
     for dims, heads, side in ((16, 4, 6), (64, 2, 4)):
         n, d = side * side, dims // heads
@@ -63,10 +63,10 @@ def test_sla_is_counted_right():
         assert params == 4 * (dims * dims + dims) + 26 * d + n * dims
 
 
-@pytest.mark.parametrize('only', ['deit_t', 'pvt_t', 'cswin', 'swin_t'])
+@pytest.mark.parametrize('only', ['imagenet/deit', 'imagenet/pvt', 'imagenet/swin', 'imagenet/flatten', 'imagenet/sla'])
 def test_flops_are_the_papers_within_five_percent(only):
-    found = [r for r in rows(INDEX, only=only) if 'imagenet' in r.config]
-    assert len(found) >= 2
+    found = list(rows(INDEX, only=only))
+    assert len(found) >= 6
     for row in found:
         assert row.paper_gflops is None or not row.marked, row
 
@@ -84,7 +84,7 @@ def test_the_tool_prints_a_table(tmp_path):
     tool = [sys.executable, str(ROOT / 'tools' / 'model_table.py')]
     run = subprocess.run(tool, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert 'mine' in run.stdout and '+129.2% !' in run.stdout and "1 rows more than 5% off the paper's" in run.stdout
+    assert 'mine' in run.stdout and '+129.1% !' in run.stdout and "1 rows more than 5% off the paper's" in run.stdout
     run = subprocess.run([*tool, '--only', 'none'], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode != 0 and "error: only='none'" in run.stderr
     run = subprocess.run([*tool, '--index', 'no.yml'], cwd=tmp_path, capture_output=True, text=True)

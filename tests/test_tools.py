@@ -9,6 +9,7 @@ import cv2
 import pytest
 import torch
 
+from mmslab import checkpoints
 from mmslab.apis import build_tester, build_trainer, infer
 from mmslab.data.shapes import make_shapes
 
@@ -74,6 +75,38 @@ def test_test_evaluates_and_writes_predictions(trained):
     assert len(list((root / 'eval').glob('*/shown/*'))) == 4
     again = tool('test', *args, cwd=root, env=dict(SHAPES_ROOT='shapes'))
     assert again.returncode != 0 and "error: --out 'eval.pkl' exists" in again.stderr
+
+
+@pytest.mark.parametrize('kind', ['foreign', 'another arch', 'nan', 'code'])
+def test_a_checkpoint_that_does_not_fit_is_named(trained, monkeypatch, kind):
+    root, _ = trained
+    monkeypatch.chdir(root)
+    monkeypatch.setenv('SHAPES_ROOT', 'shapes')
+    good = torch.load('out/epoch_2.pth', weights_only=False)
+    state = dict(good['state_dict'])
+    key = 'backbone.layers.0.blocks.0.mlp.fc1.weight'
+    if kind == 'foreign':
+        state, message = {'conv1.weight': torch.zeros(3)}, 'is not of this config: it lacks'
+    elif kind == 'another arch':
+        state, message = {**state, key: torch.zeros(8, 8)}, r'is not of this config: .*fc1.weight.* is \(8, 8\) there'
+    elif kind == 'nan':
+        state, message = {**state, key: state[key] * float('nan')}, 'NaN or infinite values in .*fc1.weight'
+    else:
+        good, message = {**good, 'extra': Path('.')}, 'Python objects beside tensors.*--trust-checkpoint'
+    torch.save({**good, 'state_dict': state}, 'bad.pth')
+    with pytest.raises(ValueError, match=message):
+        build_tester(CONFIG, 'bad.pth', work_dir='bad')
+    with pytest.raises(ValueError, match=message):
+        infer('shapes/val', CONFIG, 'bad.pth', 'bad_drawn')
+    with pytest.raises(ValueError, match=message):
+        build_trainer(CONFIG, work_dir='bad', resume='bad.pth')
+    if kind == 'code':
+        assert build_tester(CONFIG, 'bad.pth', work_dir='bad', trust_checkpoint=True)
+        checkpoints.use_safe_loading(False)
+    if kind == 'foreign':
+        torch.save(state, 'bare.pth')
+        with pytest.raises(ValueError, match='--resume .*bare.pth.* holds weights alone'):
+            build_trainer(CONFIG, work_dir='bad', resume='bare.pth')
 
 
 def test_infer_draws_a_folder_and_an_image(trained):
@@ -196,7 +229,7 @@ def test_bad_input_to_training_is_named(shapes):
     assert not (shapes / 'work_dirs').exists()
 
 
-def test_bad_input_to_evaluation_and_drawing_is_named(shapes):
+def test_bad_input_to_evaluation_and_drawing_is_named(shapes, monkeypatch):
     with pytest.raises(FileNotFoundError, match='checkpoint .*no.pth.* does not exist'):
         build_tester(CONFIG, 'no.pth')
     with pytest.raises(ValueError, match='--out must name a .pkl file'):
@@ -209,6 +242,19 @@ def test_bad_input_to_evaluation_and_drawing_is_named(shapes):
     with pytest.raises(ValueError, match='score_thr must lie in'):
         infer(shapes / 'shapes' / 'val', CONFIG, 'no.pth', 'drawn', score_thr=2)
     assert not Path('drawn').exists()
+    (shapes / 'empty' / 'a.jpg').write_text('no image')
+    with pytest.raises(ValueError, match='a.jpg.* is no image that can be read'):
+        infer(shapes / 'empty', CONFIG, 'no.pth', 'drawn')
+    val = shapes / 'shapes' / 'val'
+    with pytest.raises(ValueError, match='is where the images are, which would be overwritten'):
+        infer(val, CONFIG, 'no.pth', val, force=True)
+    with pytest.raises(ValueError, match="device 'gpu' is none that torch knows"):
+        infer(val, CONFIG, 'no.pth', 'drawn', device='gpu')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda:0': there is no GPU here"):
+        infer(val, CONFIG, 'no.pth', 'drawn', device='cuda:0')
+    with pytest.raises(ValueError, match='mixed precision .* needs a GPU'):
+        build_trainer(CONFIG, work_dir='out', amp=True)
 
 
 def test_what_this_package_did_not_raise_keeps_its_trace(tmp_path):

@@ -16,7 +16,9 @@ def main() -> None:
     parser.add_argument(
         '--image', type=int, nargs=2, default=(800, 1333), help="height and width for detectors' backbones"
     )
-    parser.add_argument('--only', default='', help='only models whose name contains this')
+    parser.add_argument(
+        '--only', default='', help='only models whose config has this in its path, as imagenet/ or swin'
+    )
     args = parser.parse_args()
     table = Table(title='FLOPs are multiply-adds: of classifiers at 224x224, of the backbones of detectors at --image')
     for column in ('model', 'params (M)', 'GFLOPs', "paper's GFLOPs", 'off'):

@@ -90,15 +90,16 @@ class SLABBackbone(BaseModule):
         init_cfg: Optional[dict],
     ) -> None:
         super().__init__(init_cfg)
-        out_indices = tuple(out_indices)
         if (
-            not out_indices
+            not isinstance(out_indices, (list, tuple))
+            or not out_indices
             or sorted(set(out_indices)) != list(out_indices)
             or not set(out_indices) <= set(range(num_stages))
         ):
             raise ValueError(
-                f'out_indices must be ascending stages out of {tuple(range(num_stages))}, but got {out_indices}.'
+                f'out_indices must be ascending stages out of {tuple(range(num_stages))}, but got {out_indices!r}.'
             )
+        out_indices = tuple(out_indices)
         if not -1 <= frozen_stages <= num_stages:
             raise ValueError(f'frozen_stages must lie in [-1, {num_stages}], but got {frozen_stages}.')
         self.out_indices = out_indices
@@ -195,6 +196,10 @@ def resolve_arch(arch: Union[str, Dict[str, Any]], zoo: Dict[str, Dict[str, Any]
         return zoo[arch]
     if not isinstance(arch, dict) or set(arch) != set(keys):
         raise ValueError(f'arch must be one of {sorted(zoo)} or a dict with exactly {sorted(keys)}, but got {arch!r}.')
+    for key, value in arch.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if not values or not all(isinstance(v, (int, float)) and v > 0 for v in values):
+            raise ValueError(f'arch[{key!r}] must be a positive number or a sequence of them, but got {value!r}.')
     return dict(arch)
 
 
@@ -247,11 +252,13 @@ def build_attention(
         softmax_args (dict, optional): Arguments for 'softmax' alone.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is unknown, or what it names does not take these arguments.
     """
     names = {**LINEAR_ATTENTION, 'softmax': softmax}
-    cfg = dict(type=attn) if isinstance(attn, str) else dict(attn)
-    name = cfg.get('type')
+    cfg = dict(type=attn) if isinstance(attn, str) else attn
+    if not isinstance(cfg, dict) or 'type' not in cfg:
+        raise ValueError(f'attn must be a name, one of {sorted(names)}, or a dict with a type, but got {attn!r}.')
+    cfg, name = dict(cfg), cfg['type']
     if name == 'softmax':
         args.update(softmax_args or {})
     cfg['type'] = names.get(name, name)
@@ -260,4 +267,9 @@ def build_attention(
             f'attn has the unknown type {name!r}. Use one of {sorted(names)}, or the name of an attention '
             'registered in MODELS (import its module first).'
         )
-    return MODELS.build({**args, **cfg})
+    try:
+        return MODELS.build({**args, **cfg})
+    except TypeError as e:
+        raise ValueError(
+            f'attn={attn!r} cannot be built: {e} It must take {", ".join(args)}, and what the config adds.'
+        ) from e

@@ -1,5 +1,6 @@
 """Parameters and FLOPs of every row, computed, beside the paper's."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,11 @@ def count(model: nn.Module, input_shape: Tuple[int, int, int]) -> Tuple[float, f
     By mmengine's counter, which follows the operations of a forward: those of SLA are the matrix products that were
     taken, ``q (k^T v)`` or ``(q k^T) v``, whichever is cheaper, and its convolution.
     """
-    info = get_model_complexity_info(model.eval(), input_shape, show_table=False, show_arch=False)
+    logging.disable(logging.WARNING)  # norms are operations that the counter does not know, and says so each time
+    try:
+        info = get_model_complexity_info(model.eval(), input_shape, show_table=False, show_arch=False)
+    finally:
+        logging.disable(logging.NOTSET)
     return info['flops'], info['params']
 
 
@@ -71,18 +76,18 @@ def rows(
     image: Tuple[int, int] = (800, 1333),
     only: str = '',
 ) -> Iterator[Row]:
-    """Builds each model of ``index`` whose name contains ``only`` and counts it, one after the other.
+    """Builds each model of ``index`` whose config's path contains ``only`` and counts it, one after the other.
 
     Classifiers at 224x224 (Table 1), backbones of detectors at ``image`` pixels, height and width.
 
     Raises:
-        ValueError: If ``image`` is no pair of positive integers, or no name contains ``only``.
+        ValueError: If ``image`` is no pair of positive integers, or no config's path contains ``only``.
     """
     if len(image) != 2 or min(image) < 1:
         raise ValueError(f'image must be a height and a width in pixels, but got {image!r}.')
-    models = [m for m in read_metafile(index) if only in m['Name']]
+    models = [m for m in read_metafile(index) if only in m['Config']]
     if not models:
-        raise ValueError(f'only={only!r}: no model of {str(index)!r} has it in its name.')
+        raise ValueError(f'only={only!r}: no model of {str(index)!r} has it in the path of its config.')
     for entry in models:
         cfg = Config.fromfile(str(Path(index).parent / entry['Config']))
         cfg.model.backbone.init_cfg = None

@@ -60,16 +60,18 @@ def _check_dataset(dataset: ConfigDict, where: str) -> None:
                 'cocodataset.org, unpack them into one folder and set COCO_ROOT to it (default data/coco). Without '
                 'COCO, `make demo` trains on a data set that it makes.'
             )
-    for path in files:
-        if path.suffix == '.json':
-            _check_coco(path, where)
     for folder in folders:
         if next(os.scandir(folder), None) is None:
             raise FileNotFoundError(f'{where}: the image folder {str(folder)!r} is empty. Put the images there.')
+    for path in files:
+        if path.suffix == '.json' and dataset.get('type') in (None, 'CocoDataset'):
+            _check_coco(path, where, dataset)
 
 
-def _check_coco(path: Path, where: str) -> None:
+def _check_coco(path: Path, where: str, dataset: ConfigDict) -> None:
     remedy = 'Download or make it again.'
+    prefix = (dataset.get('data_prefix') or {}).get('img', '')
+    testing = where == 'test_dataloader'  # COCO's test-dev has no annotations
     if path.stat().st_size > _PARSE_UP_TO:
         with path.open('rb') as f:
             start = f.read(1)
@@ -82,7 +84,7 @@ def _check_coco(path: Path, where: str) -> None:
         content = json.loads(path.read_text(encoding='utf-8'))
     except ValueError as e:
         raise ValueError(f'{where}: the annotation file {str(path)!r} is no JSON file ({e}). {remedy}') from e
-    for key in ('images', 'annotations', 'categories'):
+    for key in ('images', 'categories') if testing else ('images', 'annotations', 'categories'):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise ValueError(
                 f'{where}: the annotation file {str(path)!r} has no list {key!r}, which every COCO file has. {remedy}'
@@ -91,10 +93,34 @@ def _check_coco(path: Path, where: str) -> None:
             raise ValueError(f'{where}: the annotation file {str(path)!r} has no {key}, so there is nothing to learn.')
     images = {i.get('id') for i in content['images'] if isinstance(i, dict)}
     categories = {c.get('id') for c in content['categories'] if isinstance(c, dict)}
-    for number, a in enumerate(content['annotations']):
-        if not isinstance(a, dict) or not {'id', 'image_id', 'category_id', 'bbox'} <= set(a):
+    present = {e.name for e in os.scandir(Path(dataset.get('data_root') or '') / prefix)}
+    for number, image in enumerate(content['images']):
+        if not isinstance(image, dict) or not {'id', 'file_name', 'height', 'width'} <= set(image):
             raise ValueError(
-                f'{where}: annotations[{number}] of {str(path)!r} lacks one of id, image_id, category_id, bbox. {remedy}'
+                f'{where}: images[{number}] of {str(path)!r} lacks one of id, file_name, height, width. {remedy}'
+            )
+        if '/' not in image['file_name'] and image['file_name'] not in present:
+            raise FileNotFoundError(
+                f'{where}: the image {image["file_name"]!r}, which {str(path)!r} names, is not in {prefix!r}. Put it there.'
+            )
+    classes = (dataset.get('metainfo') or {}).get('classes')
+    if classes and not set(classes) & {c.get('name') for c in content['categories'] if isinstance(c, dict)}:
+        raise ValueError(
+            f'{where}: no category of {str(path)!r} is among the classes of metainfo, {tuple(classes)}. Name those of the file.'
+        )
+    masks = any(t.get('with_mask') for t in dataset.get('pipeline') or [])
+    needed = {'id', 'image_id', 'category_id', 'bbox'} | ({'segmentation'} if masks else set())
+    for number, a in enumerate(content.get('annotations') or []):
+        if not isinstance(a, dict) or not needed <= set(a):
+            raise ValueError(
+                f'{where}: annotations[{number}] of {str(path)!r} lacks one of {", ".join(sorted(needed))}. {remedy}'
+            )
+        if not (
+            isinstance(a['bbox'], list) and len(a['bbox']) == 4 and all(isinstance(v, (int, float)) for v in a['bbox'])
+        ):
+            raise ValueError(
+                f'{where}: annotations[{number}] of {str(path)!r} has the bbox {a["bbox"]!r}, which must be four numbers, x, y, '
+                f'width, height. {remedy}'
             )
         if a['image_id'] not in images or a['category_id'] not in categories:
             raise ValueError(

@@ -10,6 +10,8 @@ import numpy as np
 from pycocotools import mask as coco_mask
 from rich.progress import track
 
+from .checks import check_writable
+
 CLASSES = ('disc', 'rectangle', 'triangle', 'star', 'ring')
 MASKS = ('mixed', 'polygon', 'rle')
 
@@ -61,8 +63,9 @@ def make_shapes(
     existing = [annotations / f'instances_{s}.json' for s in ('train', 'val')]
     if not force and any(p.exists() for p in existing):
         raise FileExistsError(f'out={str(out)!r} holds a data set already. Choose another folder, or pass --force.')
-    annotations.mkdir(parents=True, exist_ok=True)
-    counts = {}
+    check_writable(out, 'out')
+    annotations.mkdir(exist_ok=True)
+    counts, files = {}, {}
     for split_id, (split, number) in enumerate((('train', num_train), ('val', num_val))):
         (out / split).mkdir(exist_ok=True)
         images: List[dict] = []
@@ -92,8 +95,10 @@ def make_shapes(
             images=images,
             annotations=instances,
         )
-        (annotations / f'instances_{split}.json').write_text(json.dumps(content, sort_keys=True))
+        files[annotations / f'instances_{split}.json'] = json.dumps(content, sort_keys=True)
         counts[split] = len(instances)
+    for path, text in files.items():  # last, so that a run that was interrupted leaves nothing that looks complete
+        path.write_text(text)
     return counts
 
 
@@ -126,6 +131,7 @@ def make_shape_classes(
     out = Path(out)
     if not force and any((out / split).exists() for split in ('train', 'val')):
         raise FileExistsError(f'out={str(out)!r} holds a data set already. Choose another folder, or pass --force.')
+    check_writable(out, 'out')
     for split_id, (split, number) in enumerate((('train', num_train), ('val', num_val))):
         for name in CLASSES:
             (out / split / name).mkdir(parents=True, exist_ok=True)

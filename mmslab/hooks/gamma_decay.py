@@ -56,8 +56,10 @@ class GammaDecayHook(Hook):
         if schedule not in SCHEDULES:
             raise ValueError(f'schedule must be one of {SCHEDULES}, but got {schedule!r}.')
         for name, value in (('T', T), ('hold', hold)):
-            if not value >= 0 or math.isinf(value):
-                raise ValueError(f'{name} must be at least 0, but got {value!r}. Use T=0 for gamma 0 from the start.')
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0 or math.isinf(value):
+                raise ValueError(
+                    f'{name} must be a number, at least 0, but got {value!r}. Use T=0 for gamma 0 from the start.'
+                )
             if unit == 'fraction' and value > 1:
                 raise ValueError(
                     f'{name} is a fraction of the training and must lie in [0, 1], but got {value!r}. For iterations set '

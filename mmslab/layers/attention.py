@@ -23,7 +23,7 @@ from .windows import Size
 
 def to_pair(value: Union[int, Size], name: str = 'window_size') -> Size:
     """``7`` -> ``(7, 7)``; raises ValueError, naming ``name``, for anything but positive integers."""
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
     if len(pair) != 2 or not all(isinstance(v, int) and v > 0 for v in pair):
         raise ValueError(f'{name} must be a positive integer or a pair of them, but got {value!r}.')
     return pair

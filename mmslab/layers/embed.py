@@ -57,7 +57,8 @@ class PatchEmbed(ConvDownsample):
     patches overlap (``kernel_size``, see :class:`ConvDownsample`).
 
     Raises:
-        ValueError: If an image is smaller than one patch, or not ``(B, in_channels, H, W)``.
+        ValueError: If ``patch_size`` is no positive integer, an image is smaller than one patch, or not
+            ``(B, in_channels, H, W)``.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class PatchEmbed(ConvDownsample):
         kernel_size: Optional[int] = None,
         padding: int = 0,
     ) -> None:
+        if not isinstance(patch_size, int) or patch_size < 1:
+            raise ValueError(f'patch_size must be a positive integer, but got {patch_size!r}.')
         super().__init__(in_channels, embed_dims, patch_size, norm_cfg, kernel_size, padding)
         self.drop = nn.Dropout(drop)
 
@@ -134,6 +137,8 @@ class MLP(nn.Module):
         self, embed_dims: int, hidden_dims: int, drop: float = 0.0, ffn_norm_cfg: Optional[dict] = None
     ) -> None:
         super().__init__()
+        if hidden_dims < 1:
+            raise ValueError(f'mlp_ratio must leave the MLP at least one hidden dimension, but gives {hidden_dims}.')
         self.fc1 = nn.Linear(embed_dims, hidden_dims)
         self.norm = nn.Identity() if ffn_norm_cfg is None else build_norm(ffn_norm_cfg, hidden_dims, 'ffn_norm_cfg')
         self.act = nn.GELU()

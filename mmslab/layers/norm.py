@@ -180,15 +180,15 @@ def build_norm(cfg: dict, num_features: int, name: str = 'norm_cfg') -> nn.Modul
     known = "'PRepBN', 'RepBN', 'LN', 'BN', or the name of a registered norm"
     if not isinstance(cfg, dict) or 'type' not in cfg:
         raise ValueError(f'{name} must be a dict with a type ({known}), but got {cfg!r}.')
-    if cfg['type'] == 'BN':
-        args = {k: v for k, v in cfg.items() if k not in ('type', 'requires_grad')}
-        norm = TokenBN(num_features, **args)
-        norm.requires_grad_(cfg.get('requires_grad', True))
-        return norm
     try:
+        if cfg['type'] == 'BN':
+            norm = TokenBN(num_features, **{k: v for k, v in cfg.items() if k not in ('type', 'requires_grad')})
+            return norm.requires_grad_(cfg.get('requires_grad', True))
         return build_norm_layer(cfg, num_features)[1]
     except KeyError as e:
         raise ValueError(f'{name} has the unknown type {cfg["type"]!r}. Use {known}.') from e
+    except TypeError as e:
+        raise ValueError(f'{name}={cfg!r} cannot be built: {e}. Remove what the norm does not take.') from e
 
 
 def check_gamma(gamma: float, name: str = 'gamma') -> float:

@@ -20,10 +20,16 @@ def config(root, wrapped=False):
         data_root=str(root),
         ann_file='annotations/instances_train.json',
         data_prefix=dict(img='train/'),
+        metainfo=dict(classes=('disc', 'star')),
+        pipeline=[dict(type='LoadAnnotations', with_mask=True)],
     )
     if wrapped:
         dataset = dict(type='RepeatDataset', times=2, dataset=dict(type='ConcatDataset', datasets=[dataset]))
     return Config(dict(train_dataloader=dict(dataset=dataset)))
+
+
+def _without(entry, key):
+    return {k: v for k, v in entry.items() if k != key}
 
 
 @pytest.mark.parametrize('wrapped', [False, True])
@@ -50,9 +56,33 @@ def test_an_empty_image_folder_is_named(shapes):
         (lambda c: {**c, 'annotations': None}, "has no list 'annotations'"),
         (lambda c: {**c, 'images': []}, 'has no images, so there is nothing to learn'),
         (lambda c: {**c, 'annotations': []}, 'has no annotations, so there is nothing to learn'),
-        (lambda c: {**c, 'annotations': [{'id': 1}]}, r'annotations\[0\] .*lacks one of id, image_id'),
+        (
+            lambda c: {**c, 'annotations': [{'id': 1}]},
+            r'annotations\[0\] .*lacks one of bbox, category_id, id, image_id',
+        ),
         (lambda c: {**c, 'annotations': [{**c['annotations'][0], 'image_id': 99}]}, 'image_id 99'),
-        (lambda c: {**c, 'categories': c['categories'][:0] + [{'id': 77}]}, r'annotations\[0\] .*category_id'),
+        (
+            lambda c: {**c, 'annotations': [{**c['annotations'][0], 'bbox': [1, 2, 3]}]},
+            r'bbox \[1, 2, 3\], which must be four',
+        ),
+        (lambda c: {**c, 'annotations': [{**c['annotations'][0], 'bbox': ['1'] * 4}]}, 'which must be four numbers'),
+        (
+            lambda c: {**c, 'annotations': [_without(c['annotations'][0], 'segmentation')]},
+            'lacks one of .*segmentation',
+        ),
+        (
+            lambda c: {**c, 'images': [_without(i, 'file_name') for i in c['images']]},
+            r'images\[0\] .*lacks one of .*file_name',
+        ),
+        (lambda c: {**c, 'images': [_without(i, 'width') for i in c['images']]}, r'images\[0\] .*lacks one of .*width'),
+        (
+            lambda c: {**c, 'categories': [{**k, 'name': 'cat'} for k in c['categories']]},
+            'no category .* among the classes',
+        ),
+        (
+            lambda c: {**c, 'categories': c['categories'][:0] + [{'id': 77, 'name': 'disc'}]},
+            r'annotations\[0\] .*category_id',
+        ),
     ],
 )
 def test_malformed_annotations_are_named(shapes, change, message):
@@ -61,6 +91,20 @@ def test_malformed_annotations_are_named(shapes, change, message):
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     with pytest.raises(ValueError, match=f'instances_train.json.*{message}|{message}'):
         check_datasets(config(shapes))
+
+
+def test_a_missing_image_is_named(shapes):
+    (shapes / 'train' / '000002.jpg').unlink()
+    with pytest.raises(FileNotFoundError, match="the image '000002.jpg', which .* names, is not in 'train/'"):
+        check_datasets(config(shapes))
+
+
+def test_a_set_without_annotations_can_be_tested_on(shapes):
+    path = shapes / 'annotations' / 'instances_train.json'
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(_without(content, 'annotations')))
+    cfg = Config(dict(test_dataloader=config(shapes).train_dataloader))
+    check_datasets(cfg, ('test',))
 
 
 def test_a_large_truncated_file_is_named(shapes, monkeypatch):

@@ -93,6 +93,22 @@ def test_a_data_set_is_not_overwritten(tmp_path):
     assert json.loads((tmp_path / 'annotations' / 'instances_val.json').read_text())['info']['seed'] == 2
 
 
+def test_an_interrupted_run_leaves_no_annotations(tmp_path, monkeypatch):
+    calls = []
+
+    def failing(path, image, *args):
+        calls.append(path)
+        return len(calls) < 8
+
+    monkeypatch.setattr('mmslab.data.shapes.cv2.imwrite', failing)
+    with pytest.raises(OSError, match='cannot be written'):
+        make_shapes(tmp_path / 'out', **SMALL)
+    assert not list((tmp_path / 'out' / 'annotations').iterdir())
+    (tmp_path / 'file').write_text('mine')
+    with pytest.raises(OSError, match='out=.*cannot be written'):
+        make_shapes(tmp_path / 'file' / 'sub', **SMALL)
+
+
 def test_rle_counts_are_text(tmp_path):
     make_shapes(tmp_path, **SMALL, masks='rle')
     content = json.loads((tmp_path / 'annotations' / 'instances_train.json').read_text())

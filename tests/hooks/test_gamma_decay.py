@@ -132,11 +132,13 @@ def test_two_processes_without_find_unused_parameters(tmp_path, T):
 @pytest.mark.parametrize(
     'kwargs, message',
     [
-        (dict(T=-1, unit='iter'), 'T must be at least 0.*-1'),
-        (dict(T=float('nan'), unit='iter'), 'T must be at least 0.*nan'),
+        (dict(T=-1, unit='iter'), 'T must be a number, at least 0.*-1'),
+        (dict(T=float('nan'), unit='iter'), 'T must be a number, at least 0.*nan'),
+        (dict(T='a'), "T must be a number.*'a'"),
+        (dict(T=None), 'T must be a number.*None'),
         (dict(T=1.5), r'T is a fraction.*\[0, 1\].*1.5'),
         (dict(T=300000), "unit='iter'"),
-        (dict(hold=-0.1), 'hold must be at least 0'),
+        (dict(hold=-0.1), 'hold must be a number, at least 0'),
         (dict(hold=2), 'hold is a fraction'),
         (dict(unit='step'), "unit must be one of.*'step'"),
         (dict(schedule='exp'), "schedule must be one of.*'exp'"),
