@@ -64,6 +64,7 @@ def run_demo(
     console.print('LayerNorm (gamma 1) fades into RepBN (gamma 0); at the end the BN statistics are recalibrated')
     with _log_file_only():
         runner = build_trainer(CONFIG, work_dir=out, options=options)
+        _ = runner.train_loop, runner.val_loop  # what their data sets print while loading is no news either
     runner.train()
     before = runner.message_hub.get_info('metrics_before_recalibration')
     iters_per_epoch = len(runner.train_dataloader)

@@ -15,7 +15,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, Runner
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor
 
 from ..layers.norm import repbn_modules
@@ -74,10 +74,8 @@ def recalibrate_bn(model: nn.Module, data: Iterator[Any], num_iters: int, progre
         for i, bn in enumerate(layers):
             bn.train()
             bn.register_forward_pre_hook(count(i))
-        batches = islice(data, num_iters)
-        if progress and is_main_process():
-            batches = track(batches, description='BN recalibration', total=num_iters)
-        update_bn_stats(_Forward(model), batches, num_iters)
+        with Progress(disable=not (progress and is_main_process())) as bar:
+            update_bn_stats(_Forward(model), _advancing(bar, islice(data, num_iters), num_iters), num_iters)
         results = [(bn.running_mean, bn.running_var) for bn in layers]
     for n, (mean, var), (new_mean, new_var) in zip(tokens, buffers, results):
         if n or get_world_size() > 1:
@@ -85,6 +83,13 @@ def recalibrate_bn(model: nn.Module, data: Iterator[Any], num_iters: int, progre
             mean.copy_(new_mean)
             var.copy_(new_var)
     return len(layers)
+
+
+def _advancing(bar: Progress, batches: Iterator[Any], number: int) -> Iterator[Any]:
+    task = bar.add_task('BN recalibration', total=number)
+    for batch in batches:
+        bar.advance(task)  # before, since nobody asks for a batch after the last
+        yield batch
 
 
 def _over_ranks(mean: Tensor, var: Tensor, tokens: int) -> List[Tensor]:
