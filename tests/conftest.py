@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+import mmslab  # noqa: F401  (registers its names)
+
 os.environ.setdefault('OMP_NUM_THREADS', '2')
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / 'data' / 'golden'

@@ -117,6 +117,17 @@ def test_gamma_is_checkpointed_and_what_hangs_on_it_too():
     assert calls
 
 
+@pytest.mark.parametrize('gamma', [1.0, 0.0])
+def test_without_eta_it_is_a_plain_bn(gamma):
+    norm = PRepBN(4, gamma=gamma, use_eta=False).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    bn, ln = torch.nn.BatchNorm1d(4).double(), torch.nn.LayerNorm(4).double()
+    y = norm(x)
+    assert torch.allclose(y, gamma * ln(x) + (1 - gamma) * bn(x), atol=1e-12)
+    y.square().sum().backward()
+    assert norm.ln.weight.grad is not None and norm.repbn.eta.grad is None and norm.repbn.eta == 0
+
+
 class _NoSynchronization(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal), func
