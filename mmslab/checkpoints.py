@@ -7,6 +7,7 @@ window sizes). Our names are Microsoft's Swin names (``patch_embed``, ``layers.0
 ``repbn.bn`` and ``gamma`` inside a PRepBN.
 """
 
+import logging
 import os
 import re
 from contextlib import nullcontext
@@ -366,8 +367,17 @@ def load_pretrained(
             f'{", ".join(sorted(state)[:3]) or "another prefix"}. Give weights of this kind of backbone.'
         )
     _check_complete(report, model, name, prefix)
+    gamma = {k: float(v) for k, v in fitted.items() if k.endswith('gamma')}
+    other = next((k for k in gamma if gamma[k] > 0 and target[k] == 0), None)
     model.load_state_dict(fitted, strict=False)
     print_log(f'{name} into {type(model).__name__}: {report}', logger=logger)
+    if other is not None:
+        print_log(
+            f'{name} is from the middle of a handover: its gamma, {gamma[other]:g}, takes the place of the configured 0. Without '
+            'a GammaDecayHook it will stay there.',
+            logger=logger,
+            level=logging.WARNING,
+        )
     return report
 
 
@@ -378,7 +388,10 @@ def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike], name: str 
     """
     state = read_state_dict(checkpoint)
     target = (model.module if is_model_wrapper(model) else model).state_dict()
-    wrong = [k for k in target if k not in state] or [k for k in state if k not in target]
+    # what authors leave in their weights without using it, as the class token of an SLA DeiT, may be there too
+    wrong = [k for k in target if k not in state] or [
+        k for k in state if k not in target and not _MAY_BE_UNUSED.search(k)
+    ]
     if wrong:
         side = 'lacks' if wrong[0] in target else 'has, and the model has not,'
         more = f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''

@@ -61,6 +61,15 @@ def test_a_prefix_selects():
     assert torch.equal(model.patch_embed.proj.weight, state['patch_embed.proj.weight'])
 
 
+def test_a_gamma_above_the_configured_zero_is_warned_of(tmp_path):
+    from mmengine.logging import MMLogger
+
+    logger = MMLogger('gamma', log_file=str(tmp_path / 'log'))
+    state = swin(norm_cfg=dict(type='PRepBN', gamma=0.5)).state_dict()
+    load_pretrained(swin(norm_cfg=dict(type='PRepBN', gamma=0.0)), state, logger=logger)
+    assert 'its gamma, 0.5, takes the place of the configured 0' in (tmp_path / 'log').read_text()
+
+
 def test_repbn_only_weights_fit_repbn_and_prepbn():
     _, state = golden('prepbn_swin_cls')
     classifier = dict(pad_small_map=False, out_indices=(3,), **SOFTMAX, arch=ARCH)
@@ -260,6 +269,7 @@ def test_a_whole_classifier_goes_into_mmpretrain(tmp_path, name, config):
             head=dict(type='LinearClsHead', num_classes=10, in_channels=24 if 'deit' in name else 96),
         )
     )
+    checkpoints.check_fits(model, tmp_path / 'out.pth')
     load_checkpoint(model, str(tmp_path / 'out.pth'), strict=name != 'slab_deit')  # that has an unused class token
     with torch.no_grad():
         assert_relative(model.eval()(arrays['x']), arrays['logits'])

@@ -20,7 +20,9 @@ def main() -> None:
         '--only', default='', help='only models whose config has this in its path, as imagenet/ or swin'
     )
     args = parser.parse_args()
-    table = Table(title='FLOPs are multiply-adds: of classifiers at 224x224, of the backbones of detectors at --image')
+    table = Table(
+        title='parameters of the whole model; multiply-adds of classifiers at 224x224, of the backbones of detectors at --image'
+    )
     for column in ('model', 'params (M)', 'GFLOPs', "paper's GFLOPs", 'off'):
         table.add_column(column, justify='left' if column == 'model' else 'right')
     marked = 0

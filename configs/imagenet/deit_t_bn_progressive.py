@@ -1,4 +1,4 @@
-# DeiT-T-BN-Progressive (Table 7: 73.1 top-1).
+# DeiT-T-BN-Progressive (Table 7: 73.1 top-1). The paper does not say its T; this is that of the larger models (Table A1).
 _base_ = './_base_/deit.py'
 
 norm_cfg = dict(type='PRepBN', ln_eps=1e-6, use_eta=False)

@@ -1,4 +1,5 @@
 # Swin-T-PRepBN (Table 1: 81.4 top-1, 4.5 GFLOPs, 805 images/s).
+# T = 0 is Table A1's "linear decay steps": RepBN from the start, as in the authors' code for the smallest models.
 _base_ = './_base_/swin.py'
 
 norm_cfg = dict(type='PRepBN')

@@ -100,8 +100,8 @@ class SLABBackbone(BaseModule):
                 f'out_indices must be ascending stages out of {tuple(range(num_stages))}, but got {out_indices!r}.'
             )
         out_indices = tuple(out_indices)
-        if not -1 <= frozen_stages <= num_stages:
-            raise ValueError(f'frozen_stages must lie in [-1, {num_stages}], but got {frozen_stages}.')
+        if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= num_stages:
+            raise ValueError(f'frozen_stages must lie in [-1, {num_stages}], but got {frozen_stages!r}.')
         self.out_indices = out_indices
         self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
@@ -200,6 +200,12 @@ def resolve_arch(arch: Union[str, Dict[str, Any]], zoo: Dict[str, Dict[str, Any]
         values = value if isinstance(value, (list, tuple)) else [value]
         if not values or not all(isinstance(v, (int, float)) and v > 0 for v in values):
             raise ValueError(f'arch[{key!r}] must be a positive number or a sequence of them, but got {value!r}.')
+        named = next(iter(zoo.values()))[key]
+        if key in ('depth', 'depths', 'embed_dims') and not all(isinstance(v, int) for v in values):
+            raise ValueError(f'arch[{key!r}] must be of integers, but got {value!r}.')
+        if isinstance(named, tuple) != isinstance(value, (list, tuple)) and key != 'num_heads':
+            form = 'a sequence, an entry per stage' if isinstance(named, tuple) else 'one number'
+            raise ValueError(f'arch[{key!r}] must be {form}, but got {value!r}.')
     return dict(arch)
 
 
@@ -220,13 +226,15 @@ def drop_path_rates(drop_path_rate: float, depths: Sequence[int]) -> List[List[f
     Raises:
         ValueError: If the rate is outside [0, 1).
     """
-    if not 0 <= drop_path_rate < 1:
-        raise ValueError(f'drop_path_rate must lie in [0, 1), but got {drop_path_rate}.')
+    if not isinstance(drop_path_rate, (int, float)) or not 0 <= drop_path_rate < 1:
+        raise ValueError(f'drop_path_rate must be a number in [0, 1), but got {drop_path_rate!r}.')
     return [r.tolist() for r in torch.linspace(0, drop_path_rate, sum(depths), device='cpu').split(list(depths))]
 
 
 def check_pretrain_size(pretrain_img_size: int, patch_size: int) -> int:
     """Returns ``pretrain_img_size``; raises ValueError unless it is an integer of at least one patch."""
+    if not isinstance(patch_size, int) or patch_size < 1:
+        raise ValueError(f'patch_size must be a positive integer, but got {patch_size!r}.')
     if not isinstance(pretrain_img_size, int) or pretrain_img_size < patch_size:
         raise ValueError(
             f'pretrain_img_size must be an integer, at least one patch of {patch_size} pixels, but got '
@@ -237,7 +245,7 @@ def check_pretrain_size(pretrain_img_size: int, patch_size: int) -> int:
 
 def is_softmax(attn: Union[str, dict]) -> bool:
     """Whether ``attn``, as :func:`build_attention` takes it, is a family's own softmax attention."""
-    return (attn if isinstance(attn, str) else attn.get('type')) == 'softmax'
+    return (attn.get('type') if isinstance(attn, dict) else attn) == 'softmax'
 
 
 def build_attention(

@@ -8,6 +8,15 @@ from typing import Any, Iterator, Tuple, Union
 
 from mmengine.config import Config, ConfigDict
 
+_REMEDIES = {
+    'CocoDataset': 'For COCO, download 2017 train, val and annotations from cocodataset.org, unpack them into one folder and set '
+    'COCO_ROOT to it (default data/coco). For shapes run tools/make_shapes.py. Without COCO, `make demo` trains on a data '
+    'set that it makes.',
+    'ImageNet': 'Set IMAGENET_ROOT to the folder that has train/<class>/ and val/<class>/ (default data/imagenet), which '
+    'image-net.org gives out.',
+}
+_OTHERWISE = 'Put the data there, or set data_root to its place. For shapes run tools/make_shapes.py (with --classes to classify).'
+
 # Files above this are looked at from both ends only: parsing COCO's takes seconds, and is done once anyway
 _PARSE_UP_TO = 64 << 20
 
@@ -38,7 +47,7 @@ def check_datasets(cfg: Config, splits: Tuple[str, ...] = ('train', 'val')) -> N
 def _datasets(node: Any) -> Iterator[ConfigDict]:
     """The data sets in a config node, those inside wrappers (RepeatDataset, ConcatDataset...) too."""
     if isinstance(node, dict):
-        if node.get('ann_file') or node.get('data_root'):
+        if node.get('ann_file') or node.get('data_root') or node.get('data_prefix'):
             yield node
         else:
             yield from _datasets(node.get('dataset'))
@@ -51,14 +60,14 @@ def _datasets(node: Any) -> Iterator[ConfigDict]:
 def _check_dataset(dataset: ConfigDict, where: str) -> None:
     root = Path(dataset.get('data_root') or '')
     prefix = dataset.get('data_prefix') or {}
+    if dataset.get('type') == 'ImageNet' and dataset.get('split') and not prefix:
+        prefix = dataset['split']
     folders = [root / p for p in (prefix.values() if isinstance(prefix, dict) else [prefix]) if isinstance(p, str)]
     files = [root / f for f in [dataset.get('ann_file')] if f]
     for path in files + folders:
         if not path.exists():
             raise FileNotFoundError(
-                f'{where}: {str(path)!r} does not exist. For COCO, download 2017 train, val and annotations from '
-                'cocodataset.org, unpack them into one folder and set COCO_ROOT to it (default data/coco). Without '
-                'COCO, `make demo` trains on a data set that it makes.'
+                f'{where}: {str(path)!r} does not exist. {_REMEDIES.get(dataset.get("type"), _OTHERWISE)}'
             )
     for folder in folders:
         if next(os.scandir(folder), None) is None:

@@ -230,7 +230,7 @@ model = dict(backbone=dict(_delete_=True, **{dict(BACKBONE, attn=attn)!r}), neck
         (dict(out_norm_cfg=dict(type='Norm7')), "out_norm_cfg has the unknown type 'Norm7'"),
         (dict(ffn_norm_cfg=dict(type='Norm7')), "ffn_norm_cfg has the unknown type 'Norm7'"),
         (dict(frozen_stages=2), 'frozen_stages must lie in.*2'),
-        (dict(drop_path_rate=-0.1), 'drop_path_rate must lie in.*-0.1'),
+        (dict(drop_path_rate=-0.1), 'drop_path_rate must be a number in.*-0.1'),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):

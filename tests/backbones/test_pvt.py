@@ -274,7 +274,7 @@ model = dict(backbone=dict(_delete_=True, **{backbone!r}), neck=dict(in_channels
         (dict(norm_cfg=dict(type='Norm7')), "norm_cfg has the unknown type 'Norm7'"),
         (dict(out_indices=(0, 4)), r'out_indices must be.*\(0, 4\)'),
         (dict(frozen_stages=5), 'frozen_stages must lie in.*5'),
-        (dict(drop_path_rate=1.5), 'drop_path_rate must lie in.*1.5'),
+        (dict(drop_path_rate=1.5), 'drop_path_rate must be a number in.*1.5'),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):

@@ -289,7 +289,7 @@ def test_norms_by_config(type_, count):
         (dict(out_indices=(0, 4)), r'out_indices must be.*\(0, 4\)'),
         (dict(out_indices=()), 'out_indices must be'),
         (dict(frozen_stages=5), 'frozen_stages must lie in.*5'),
-        (dict(drop_path_rate=1.5), 'drop_path_rate must lie in.*1.5'),
+        (dict(drop_path_rate=1.5), 'drop_path_rate must be a number in.*1.5'),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):

@@ -123,3 +123,18 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError, match='work_dir=.*file/sub.* cannot be written.*Choose a folder'):
         check_writable(tmp_path / 'file' / 'sub', 'work_dir')
     assert (tmp_path / 'file').read_text() == 'mine'
+
+
+@pytest.mark.parametrize(
+    'dataset, message',
+    [
+        (dict(type='ImageNet', data_root='no', split='train'), "'no/train' does not exist. Set IMAGENET_ROOT"),
+        (
+            dict(type='CustomDataset', data_root='no', data_prefix='train'),
+            "'no/train' does not exist.*make_shapes.py .with --classes",
+        ),
+    ],
+)
+def test_a_missing_classification_set_is_named(dataset, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        check_datasets(Config(dict(train_dataloader=dict(dataset=dataset))))
