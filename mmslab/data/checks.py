@@ -15,7 +15,9 @@ _REMEDIES = {
     'ImageNet': 'Set IMAGENET_ROOT to the folder that has train/<class>/ and val/<class>/ (default data/imagenet), which '
     'image-net.org gives out.',
 }
-_OTHERWISE = 'Put the data there, or set data_root to its place. For shapes run tools/make_shapes.py (with --classes to classify).'
+_OTHERWISE = (
+    'Put the data there, or set data_root to its place. Shapes: tools/make_shapes.py (with --classes to classify).'
+)
 
 # Files above this are looked at from both ends only: parsing COCO's takes seconds, and is done once anyway
 _PARSE_UP_TO = 64 << 20
