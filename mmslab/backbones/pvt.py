@@ -102,6 +102,9 @@ class SLABPVT(SLABBackbone):
         attns = per_stage(attn, num_stages, 'attn')
         softmax_ratios = per_stage(sr_ratios, num_stages, 'sr_ratios')
         other_ratios = per_stage(sla_sr_ratios, num_stages, 'sla_sr_ratios')
+        for name, ratios in (('sr_ratios', softmax_ratios), ('sla_sr_ratios', other_ratios)):
+            if not all(isinstance(r, int) and not isinstance(r, bool) and r > 0 for r in ratios):
+                raise ValueError(f'{name} must be positive integers (1: no reduction), but got {ratios!r}.')
         for d, h in zip(dims, heads):
             check_heads(d, h)
         rates = drop_path_rates(drop_path_rate, depths)

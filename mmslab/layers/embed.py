@@ -73,6 +73,8 @@ class PatchEmbed(ConvDownsample):
     ) -> None:
         if not isinstance(patch_size, int) or patch_size < 1:
             raise ValueError(f'patch_size must be a positive integer, but got {patch_size!r}.')
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise ValueError(f'in_channels must be a positive integer, but got {in_channels!r}.')
         super().__init__(in_channels, embed_dims, patch_size, norm_cfg, kernel_size, padding)
         self.drop = nn.Dropout(drop)
 

@@ -55,6 +55,9 @@ class SimpleFeaturePyramid(BaseModule):
         norm_cfg: dict = dict(type='LN', eps=1e-6),
         init_cfg: Optional[dict] = None,
     ) -> None:
+        for name, value in (('in_channels', in_channels), ('out_channels', out_channels), ('num_outs', num_outs)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f'{name} must be a positive integer, but got {value!r}.')
         super().__init__(init_cfg)
         scales = list(scale_factors)
         if not scales or not set(scales) <= {4, 2, 1, 0.5} or sorted(set(scales), reverse=True) != scales:

@@ -54,11 +54,14 @@ def test_levels_by_config():
         (dict(scale_factors=(3, 1)), r'scale_factors must be some of 4, 2, 1, 0.5, descending.*\(3, 1\)'),
         (dict(scale_factors=(1, 2)), r'scale_factors must be.*descending.*\(1, 2\)'),
         (dict(num_outs=3), 'num_outs must be at least the 4 levels.*3'),
+        (dict(in_channels=0), 'in_channels must be a positive integer.*0'),
+        (dict(in_channels=[24]), 'in_channels must be a positive integer'),
+        (dict(out_channels='a'), "out_channels must be a positive integer.*'a'"),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        SimpleFeaturePyramid(16, **kwargs)
+        SimpleFeaturePyramid(**{'in_channels': 16, **kwargs})
 
 
 def test_other_inputs_are_named():
