@@ -83,24 +83,25 @@ def build_trainer(
     if cfg.get('load_from'):
         _check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
     _check_init_cfg(cfg.get('model'))
-    check_writable(cfg.work_dir, 'work_dir')
     if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper' and not torch.cuda.is_available():
         raise ValueError(
             'mixed precision (--amp, or AmpOptimWrapper in the config) needs a GPU, and there is none. To train on a CPU use '
             '--cfg-options optim_wrapper.type=OptimWrapper.'
         )
+    check_writable(cfg.work_dir, 'work_dir')
     checkpoints.use_safe_loading(trust_checkpoint)
-    if cfg.get('load_from') and '://' not in cfg.load_from:
-        content = checkpoints.load_file(cfg.load_from)
-        checkpoints.read_state_dict(content)
-        if cfg.get('resume') and not (isinstance(content, dict) and 'meta' in content):
-            raise ValueError(
-                f'--resume {cfg.load_from!r} holds weights alone, no state of a training. Start from it with '
-                f'--cfg-options load_from={cfg.load_from}.'
-            )
+    local = cfg.get('load_from') and '://' not in cfg.load_from
+    content = checkpoints.load_file(cfg.load_from) if local else None
+    if content is not None:
+        checkpoints.read_state_dict(content, name=repr(cfg.load_from))
+    if content is not None and cfg.get('resume') and not (isinstance(content, dict) and 'meta' in content):
+        raise ValueError(
+            f'--resume {cfg.load_from!r} holds weights alone, no state of a training. Start from it with '
+            f'--cfg-options load_from={cfg.load_from}.'
+        )
     runner = Runner.from_cfg(cfg)
-    if cfg.get('resume') and cfg.get('load_from'):
-        checkpoints.check_fits(runner.model, cfg.load_from, '--resume')
+    if content is not None and cfg.get('resume'):
+        checkpoints.check_fits(runner.model, content, repr(cfg.load_from))
     return runner
 
 

@@ -129,16 +129,19 @@ def use_safe_loading(trust: bool = False) -> None:
         return checkpoint
 
 
-def read_state_dict(checkpoint: Union[str, os.PathLike, dict], trust: Optional[bool] = None) -> StateDict:
+def read_state_dict(
+    checkpoint: Union[str, os.PathLike, dict], trust: Optional[bool] = None, name: Optional[str] = None
+) -> StateDict:
     """The weights in a checkpoint, whether at its top or inside ``state_dict`` or ``model``.
 
-    A ``module.`` prefix, which DistributedDataParallel adds, is removed.
+    A ``module.`` prefix, which DistributedDataParallel adds, is removed. ``name`` is what errors call the checkpoint, by
+    default its path.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it cannot be read, holds no tensors, or a tensor is not finite.
     """
-    name = 'the given dict' if isinstance(checkpoint, dict) else repr(str(checkpoint))
+    name = name or ('the given dict' if isinstance(checkpoint, dict) else repr(str(checkpoint)))
     content = checkpoint if isinstance(checkpoint, dict) else load_file(checkpoint, trust)
     for key in ('state_dict', 'model'):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -381,12 +384,14 @@ def load_pretrained(
     return report
 
 
-def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike], name: str = 'checkpoint') -> None:
+def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike, dict], name: Optional[str] = None) -> None:
     """Raises ValueError unless ``checkpoint`` has just the weights of ``model``, finite: what evaluation and resuming need.
 
-    mmengine's own loader leaves a model as it is where a checkpoint does not fit, with a warning.
+    mmengine's own loader leaves a model as it is where a checkpoint does not fit, with a warning. ``checkpoint`` is a file,
+    or what a file holds, which ``name`` then names.
     """
-    state = read_state_dict(checkpoint)
+    name = name or repr(str(checkpoint))
+    state = read_state_dict(checkpoint, name=name)
     target = (model.module if is_model_wrapper(model) else model).state_dict()
     # what authors leave in their weights without using it, as the class token of an SLA DeiT, may be there too
     wrong = [k for k in target if k not in state] or [
@@ -396,13 +401,13 @@ def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike], name: str 
         side = 'lacks' if wrong[0] in target else 'has, and the model has not,'
         more = f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''
         raise ValueError(
-            f'{name} {str(checkpoint)!r} is not of this config: it {side} {wrong[0]!r}{more}. Give the config that it was '
+            f'checkpoint {name} is not of this config: it {side} {wrong[0]!r}{more}. Give the config that it was '
             'trained with.'
         )
     for key, value in target.items():
         if value.shape != state[key].shape:
             raise ValueError(
-                f'{name} {str(checkpoint)!r} is not of this config: {key!r} is {tuple(state[key].shape)} there and '
+                f'checkpoint {name} is not of this config: {key!r} is {tuple(state[key].shape)} there and '
                 f'{tuple(value.shape)} in the model. Give the config that it was trained with.'
             )
 
