@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checkpoints import load_pretrained
 from ..layers.embed import MLP, DropPath, PositionEmbedding
-from ..layers.norm import build_norm, frozen_bn_statistics
+from ..layers.fold import check_foldable, folded
+from ..layers.inference import add_, may_overwrite
+from ..layers.norm import build_norm, frozen_bn_statistics, prepbn_modules
 
 LINEAR_ATTENTION = {'sla': 'SimplifiedLinearAttention', 'focused': 'FocusedLinearAttention'}
 
@@ -50,6 +52,23 @@ class TransformerBlock(nn.Module):
         x = x + self.drop_path(self.attention(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
+    def switch_to_deploy(self) -> None:
+        """The inference form: norms become part of the linear layers after them."""
+        for module in (self.attn, self.mlp):
+            if hasattr(module, 'switch_to_deploy'):
+                module.switch_to_deploy()
+        self.norm1 = folded(self.norm1, self.attn)
+        self.norm2 = folded(self.norm2, self.mlp)
+        self.drop_path = nn.Identity()
+
+    def update_(self, x: Tensor) -> Tensor:
+        """What ``forward`` does, written over ``x``, contiguous; for the inference form alone."""
+        self.add_attention_(x)
+        return add_(x, lambda rows: self.mlp(self.norm2(rows)), width=self.mlp.fc1.out_features)
+
+    def add_attention_(self, x: Tensor) -> None:
+        x.add_(self.attention(self.norm1(x)))
+
 
 class Stage(nn.Module):
     """The blocks of one stage, the position embedding before them, and what leads to the next stage."""
@@ -78,6 +97,7 @@ class SLABBackbone(BaseModule):
         with_cp (bool): Whether blocks recompute their activations in the backward pass, to save memory.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)`` takes the formats that
             :mod:`mmslab.checkpoints` knows.
+        deploy (bool): Whether to build the inference form, without norms, for the weights of a folded checkpoint.
     """
 
     def __init__(
@@ -88,8 +108,11 @@ class SLABBackbone(BaseModule):
         norm_eval: bool,
         with_cp: bool,
         init_cfg: Optional[dict],
+        deploy: bool = False,
     ) -> None:
         super().__init__(init_cfg)
+        self.deploy = False
+        self._build_deploy = deploy
         if (
             not isinstance(out_indices, (list, tuple))
             or not out_indices
@@ -114,7 +137,41 @@ class SLABBackbone(BaseModule):
             norm = nn.Identity() if out_norm_cfg is None else build_norm(out_norm_cfg, num_features[i], 'out_norm_cfg')
             self.add_module(f'norm{i}', norm)
         init_transformer(self)
+        if self._build_deploy:
+            for norm in prepbn_modules(self):
+                norm.set_gamma(0.0)
+            self._fold()
         self._freeze_stages()
+
+    def switch_to_deploy(self) -> None:
+        """Folds every norm into its neighbours and takes the inference form, in place: the same outputs, faster.
+
+        PRepBN, RepBN and BN become part of the linear layer or convolution next to them (Lemma 4.1), an output norm
+        of these types a scale and a shift. LayerNorm depends on each token's own statistics and stays. Folded
+        parameters are frozen: the training form is gone. A second call does nothing.
+
+        Raises:
+            ValueError: If the backbone is in training mode, or a PRepBN has gamma above 0; it names the layer, and
+                nothing has changed.
+        """
+        if not self.deploy:
+            check_foldable(self)
+            self._fold()
+
+    def _fold(self) -> None:
+        self.patch_embed.switch_to_deploy()
+        for stage in self.layers:
+            for block in stage.blocks:
+                block.switch_to_deploy()
+            if stage.downsample is not None:
+                stage.downsample.switch_to_deploy()
+        for i in self.out_indices:
+            setattr(self, f'norm{i}', folded(getattr(self, f'norm{i}')))
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.requires_grad_(False)
+        self.deploy = True
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
         x = self.patch_embed(x)
@@ -131,6 +188,11 @@ class SLABBackbone(BaseModule):
         """The stage's position embedding and blocks, without what leads to the next stage."""
         if stage.pos_embed is not None:
             x = stage.pos_embed(x)
+        if self.deploy and may_overwrite(x):
+            x = x.contiguous()  # a tensor that patch embedding or downsampling has just made
+            for block in stage.blocks:
+                block.update_(x)
+            return x
         for block in stage.blocks:
             x = self.run_block(block, x)
         return x

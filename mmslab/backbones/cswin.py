@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..layers.attention import check_heads
 from ..layers.embed import ConvDownsample, PatchEmbed
+from ..layers.fold import fold_forward
 from ..layers.windows import Size, centering, window_partition, window_reverse
 from .base import (
     SLABBackbone,
@@ -99,6 +100,16 @@ class CrossShapedAttention(nn.Module):
             return hw_shape
         return (hw_shape[0], self.split_size) if branch == 0 else (self.split_size, hw_shape[1])
 
+    def switch_to_deploy(self) -> None:
+        """The inference form of the attention in its branches."""
+        for branch in self.branches:
+            if hasattr(branch, 'switch_to_deploy'):
+                branch.switch_to_deploy()
+
+    def absorb(self, scale: Tensor, shift: Tensor) -> None:
+        """Takes over a norm before it. Padding comes after the projection, so it stays zeros."""
+        fold_forward(scale, shift, self.qkv)
+
     def forward(self, x: Tensor, *, hw_shape: Size) -> Tensor:
         """Tokens of a map, ``(B, h * w, C)``, to the same."""
         (B, N, C), (H, W) = x.shape, hw_shape
@@ -149,6 +160,7 @@ class SLABCSWin(SLABBackbone):
             embedding alone, -1 (default) nothing.
         norm_eval (bool): Whether BN statistics stay frozen while training, as the authors fine-tune. Defaults to False.
         with_cp (bool): Whether to use gradient checkpointing. Defaults to False.
+        deploy (bool): Builds the inference form, which a folded checkpoint fits. Defaults to False.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)``, see :mod:`mmslab.checkpoints`.
 
     Shape:
@@ -180,6 +192,7 @@ class SLABCSWin(SLABBackbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        deploy: bool = False,
         init_cfg: Optional[dict] = None,
     ) -> None:
         arch = resolve_arch(arch, ARCHS, 'SLABCSWin')
@@ -194,7 +207,7 @@ class SLABCSWin(SLABBackbone):
             check_heads(dims, heads)
         rates = drop_path_rates(drop_path_rate, depths)
         grid = check_pretrain_size(pretrain_img_size, PATCH_SIZE) // PATCH_SIZE
-        super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg)
+        super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg, deploy)
         self.patch_embed = PatchEmbed(
             in_channels, num_features[0], PATCH_SIZE, norm_cfg, drop_rate, kernel_size=7, padding=2
         )

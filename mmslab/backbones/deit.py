@@ -55,6 +55,7 @@ class SLABDeiT(SLABBackbone):
         frozen_stages (int): 1 freezes the backbone, 0 the patch embedding alone, -1 (default) nothing.
         norm_eval (bool): Whether BN statistics stay frozen while training, as the authors fine-tune. Defaults to False.
         with_cp (bool): Whether to use gradient checkpointing. Defaults to False.
+        deploy (bool): Builds the inference form, which a folded checkpoint fits. Defaults to False.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)``, see :mod:`mmslab.checkpoints`.
 
     Shape:
@@ -85,6 +86,7 @@ class SLABDeiT(SLABBackbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        deploy: bool = False,
         init_cfg: Optional[dict] = None,
     ) -> None:
         arch = resolve_arch(arch, ARCHS, 'SLABDeiT')
@@ -94,7 +96,7 @@ class SLABDeiT(SLABBackbone):
             raise ValueError(f'out_type must be one of {OUT_TYPES}, but got {out_type!r}.')
         (rates,) = drop_path_rates(drop_path_rate, [arch['depth']])
         side = check_pretrain_size(pretrain_img_size, patch_size) // patch_size
-        super().__init__(1, (0,), frozen_stages, norm_eval, with_cp, init_cfg)
+        super().__init__(1, (0,), frozen_stages, norm_eval, with_cp, init_cfg, deploy)
         self.out_type = out_type
         self.patch_embed = PatchEmbed(in_channels, dims, patch_size, None)
         blocks = [

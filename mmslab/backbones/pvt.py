@@ -59,6 +59,7 @@ class SLABPVT(SLABBackbone):
             embedding alone, -1 (default) nothing.
         norm_eval (bool): Whether BN statistics stay frozen while training, as the authors fine-tune. Defaults to False.
         with_cp (bool): Whether to use gradient checkpointing. Defaults to False.
+        deploy (bool): Builds the inference form, which a folded checkpoint fits. Defaults to False.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)``, see :mod:`mmslab.checkpoints`.
 
     Shape:
@@ -91,6 +92,7 @@ class SLABPVT(SLABBackbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        deploy: bool = False,
         init_cfg: Optional[dict] = None,
     ) -> None:
         arch = resolve_arch(arch, ARCHS, 'SLABPVT')
@@ -109,7 +111,7 @@ class SLABPVT(SLABBackbone):
             check_heads(d, h)
         rates = drop_path_rates(drop_path_rate, depths)
         grid = check_pretrain_size(pretrain_img_size, patch_size) // patch_size
-        super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg)
+        super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg, deploy)
         self.patch_embed = PatchEmbed(in_channels, dims[0], patch_size, norm_cfg)
         stages = []
         for i in range(self.out_indices[-1] + 1):  # later stages would be parameters that never see a gradient

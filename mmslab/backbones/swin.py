@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..layers.attention import check_heads, to_pair
 from ..layers.embed import PatchEmbed
+from ..layers.fold import folded
+from ..layers.inference import rows_in_piece
 from ..layers.norm import build_norm
-from ..layers.windows import Size, shifted_window_mask, window_partition, window_reverse
+from ..layers.windows import Size, shifted_window_mask, window_indices, window_partition, window_reverse
 from .base import (
     SLABBackbone,
     Stage,
@@ -41,6 +43,7 @@ class SwinBlock(TransformerBlock):
         self.window_size = window_size
         self.shifted = shifted
         self.pad_small_map = pad_small_map
+        self.projects_map = False
 
     def window_of(self, hw: Size) -> Tuple[Size, Size]:
         """The window and the shift for a map of size ``hw``.
@@ -59,8 +62,45 @@ class SwinBlock(TransformerBlock):
         mask = None
         if any(shift) and getattr(self.attn, 'uses_mask', False):
             mask = shifted_window_mask(hw, window, shift, x.device)
+        if self.projects_map:
+            qkv = window_partition(self.attn.qkv(x), window, shift, self.qkv_of_padding)
+            windows = self.attn.mix(*qkv.chunk(3, dim=-1), window, mask=mask)
+            return self.attn.proj(window_reverse(windows, hw, window, shift))
         windows = self.attn(window_partition(x, window, shift), hw_shape=window, mask=mask)
         return window_reverse(windows, hw, window, shift)
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: queries, keys and values come from the map, before it is padded and cut into windows.
+
+        Padding is zeros after the norm. Once the norm is folded no input of the projection need stand for them (where
+        a channel's scale is 0 there is none), but their queries, keys and values are known: the projection's former bias.
+        """
+        if getattr(self.attn, 'absorb', None) is not None:
+            self.projects_map = True
+            bias = self.attn.qkv.bias
+            padding = (
+                self.attn.qkv.weight.new_zeros(self.attn.qkv.out_features) if bias is None else bias.detach().clone()
+            )
+            self.register_buffer('qkv_of_padding', padding)
+        super().switch_to_deploy()
+
+    def add_attention_(self, x: Tensor) -> None:
+        if not self.projects_map:
+            return super().add_attention_(x)
+        B, H, W, C = x.shape
+        window, shift = self.window_of((H, W))
+        N = window[0] * window[1]
+        masked = getattr(self.attn, 'uses_mask', False)
+        max_windows = max(rows_in_piece(x, 3 * C) // N, 1)
+        rows = x.view(-1, C)
+        for piece in window_indices(B, (H, W), window, shift, masked, max_windows, x.device):
+            qkv = self.attn.qkv(self.norm1(rows.index_select(0, piece.tokens)))
+            if piece.padding is not None:
+                qkv[piece.padding] = self.qkv_of_padding.to(qkv.dtype)
+            out = self.attn.mix(*qkv.view(-1, N, 3 * C).chunk(3, dim=-1), window, mask=piece.mask).view(-1, C)
+            if piece.kept is not None:
+                out = out.index_select(0, piece.kept)
+            rows.index_add_(0, piece.target, self.attn.proj(out).to(rows.dtype))
 
 
 class PatchMerging(nn.Module):
@@ -77,6 +117,10 @@ class PatchMerging(nn.Module):
             x = F.pad(x, (0, 0, 0, W % 2, 0, H % 2))
         x = torch.cat([x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]], dim=-1)
         return self.reduction(self.norm(x))
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: the norm becomes part of the linear layer after it."""
+        self.norm = folded(self.norm, self.reduction)
 
 
 @MODELS.register_module()
@@ -111,6 +155,7 @@ class SLABSwin(SLABBackbone):
         with_cp (bool): Whether to use gradient checkpointing. Defaults to False.
         pad_small_map (bool): True (default): maps smaller than a window are padded to it and shifted, the form
             for detection. False: the window shrinks to them, the form for classification.
+        deploy (bool): Builds the inference form, which a folded checkpoint fits. Defaults to False.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)``, see :mod:`mmslab.checkpoints`.
 
     Shape:
@@ -143,6 +188,7 @@ class SLABSwin(SLABBackbone):
         norm_eval: bool = False,
         with_cp: bool = False,
         pad_small_map: bool = True,
+        deploy: bool = False,
         init_cfg: Optional[dict] = None,
     ) -> None:
         arch = resolve_arch(arch, ARCHS, 'SLABSwin')
@@ -155,7 +201,7 @@ class SLABSwin(SLABBackbone):
         for dims, heads in zip(num_features, num_heads):
             check_heads(dims, heads)
         rates = drop_path_rates(drop_path_rate, depths)
-        super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg)
+        super().__init__(num_stages, out_indices, frozen_stages, norm_eval, with_cp, init_cfg, deploy)
         patch_norm_cfg = norm_cfg if patch_norm else None
         self.patch_embed = PatchEmbed(in_channels, num_features[0], patch_size, patch_norm_cfg, drop_rate)
         stages = []

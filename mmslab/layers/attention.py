@@ -5,6 +5,9 @@ tokens of windows, ``(num_windows, h * w, C)``. A new attention type is a module
 constructor arguments ``embed_dims, num_heads, window_size, qkv_bias, proj_drop``, registered in ``MODELS``;
 a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more: PVT passes ``sr_ratio`` and
 ``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
+
+For inference a block offers the norm before it to ``attn.absorb(scale, shift)``. An attention without that method
+keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``.
 """
 
 from contextlib import nullcontext
@@ -17,6 +20,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 from torch import Tensor
 
+from .fold import fold_forward, folded_back
 from .norm import build_norm
 from .windows import Size
 
@@ -53,6 +57,8 @@ class _SelfAttention(BaseModule):
     and a norm: the spatial reduction of PVT (Wang et al. 2021). The convolution drops a remainder; a map smaller
     than its kernel is padded with zeros.
     """
+
+    deploy = False
 
     def __init__(
         self,
@@ -95,9 +101,43 @@ class _SelfAttention(BaseModule):
         (H, W), s = hw_shape, self.sr_ratio
         grid = x.transpose(1, 2).reshape(x.shape[0], -1, H, W)
         if H < s or W < s:
-            grid = F.pad(grid, (0, max(s - W, 0), 0, max(s - H, 0)))
-        reduced = self.norm(self.sr(grid).flatten(2).transpose(1, 2))
+            reduced = self._reduce_small(grid) if self.deploy else self.sr(_pad_to(grid, s))
+        else:
+            reduced = self.sr(grid)
+        reduced = self.norm(reduced.flatten(2).transpose(1, 2))
         return (self.q(x), *self.kv(reduced).chunk(2, dim=-1))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """The attention without its projections: queries ``(B, N, C)``, keys and values ``(B, N', C)`` to ``(B, N, C)``."""
+        raise TypeError(f'{type(self).__name__} must define mix()')
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: the norm of the spatial reduction becomes part of its convolution."""
+        self.deploy = True
+        if self.sr_ratio > 1:
+            self.norm = folded_back(self.sr, self.norm)
+            self.register_buffer('sr_shift', self.sr.weight.new_zeros(self.sr.weight.shape[0], *self.sr.kernel_size))
+
+    def absorb(self, scale: Tensor, shift: Tensor) -> None:
+        """Takes over a norm before it: ``attn(x)`` becomes what ``attn(scale * x + shift)`` was, in the inference form."""
+        if self.sr_ratio == 1:
+            fold_forward(scale, shift, self.qkv)
+            return
+        fold_forward(scale, shift, self.q)
+        # what the shift adds at each place of the kernel, for maps that do not fill it
+        self.sr_shift.copy_((self.sr.weight.double() * shift.view(1, -1, 1, 1)).sum(1))
+        fold_forward(scale, shift, self.sr)
+
+    def _reduce_small(self, grid: Tensor) -> Tensor:
+        """The spatial reduction of a map smaller than its kernel, of which only the part on the map counts."""
+        h, w = (min(side, self.sr_ratio) for side in grid.shape[2:])
+        outside = self.sr_shift.sum((1, 2)) - self.sr_shift[:, :h, :w].sum((1, 2))
+        return F.conv2d(grid, self.sr.weight[:, :, :h, :w], self.sr.bias - outside, stride=self.sr_ratio)
+
+
+def _pad_to(grid: Tensor, side: int) -> Tensor:
+    H, W = grid.shape[2:]
+    return F.pad(grid, (0, max(side - W, 0), 0, max(side - H, 0)))
 
 
 class _LinearAttention(_SelfAttention):
@@ -143,10 +183,11 @@ class _LinearAttention(_SelfAttention):
             q, k, _ = self.project(x + pos, hw_shape)
         return self.proj_drop(self.proj(self.mix(q, k, v, hw_shape)))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size, mask: Optional[Tensor] = None) -> Tensor:
         """Eq. 9 without its projections: the output of queries ``(B, N, C)`` for keys and values ``(B, N', C)``.
 
         ``hw_shape`` is the size of the map of queries; with ``sr_ratio`` > 1 keys and values have the reduced one.
+        ``mask`` is ignored.
         """
         encoding, size = self.positional_encoding, self.reduced_size(hw_shape)
         if size != self.encoding_size:
@@ -332,7 +373,7 @@ class FocusedLinearAttention(_LinearAttention):
 
 
 @MODELS.register_module()
-class SoftmaxWindowAttention(BaseModule):
+class SoftmaxWindowAttention(_SelfAttention):
     """Softmax attention in windows with a relative position bias (Swin Transformer, Liu et al. 2021; Eq. 8).
 
     Args:
@@ -360,15 +401,9 @@ class SoftmaxWindowAttention(BaseModule):
         proj_drop: float = 0.0,
         init_cfg: Optional[dict] = None,
     ) -> None:
-        super().__init__(init_cfg)
-        self.scale = check_heads(embed_dims, num_heads) ** -0.5
-        self.embed_dims = embed_dims
-        self.num_heads = num_heads
+        super().__init__(embed_dims, num_heads, qkv_bias, proj_drop, 1, {}, True, init_cfg)
         self.window_size = h, w = to_pair(window_size)
-        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(embed_dims, embed_dims)
-        self.proj_drop = nn.Dropout(proj_drop)
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * h - 1) * (2 * w - 1), num_heads))
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         rows = torch.arange(h)[:, None] - torch.arange(h) + h - 1
@@ -379,8 +414,37 @@ class SoftmaxWindowAttention(BaseModule):
     def position_bias(self, hw_shape: Size) -> Tensor:
         """The bias of windows of ``hw_shape``, at most ``window_size``: ``(num_heads, h * w, h * w)``."""
         h, w = hw_shape
+        if self.deploy:
+            return self.bias[:, :h, :w, :h, :w].reshape(-1, h * w, h * w)
         index = self.relative_position_index[:h, :w, :h, :w].reshape(h * w, h * w)
         return self.relative_position_bias_table[index].permute(2, 0, 1)
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: the position bias is looked up once and for all."""
+        super().switch_to_deploy()
+        table = self.relative_position_bias_table.detach()
+        self.register_buffer('bias', table[self.relative_position_index].permute(4, 0, 1, 2, 3).contiguous())
+        del self.relative_position_bias_table, self.relative_position_index
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size, mask: Optional[Tensor] = None) -> Tensor:
+        """The attention without its projections, ``(B * num_windows, h * w, C)`` to the same."""
+        B, N, C = q.shape
+        bias = self.position_bias(hw_shape)
+        q, k, v = (split_heads(t, self.num_heads) for t in (q, k, v))
+        if self.deploy:
+            if mask is not None and mask.dim() == 3:
+                bias = bias.expand(mask.shape[0], -1, -1, -1).masked_fill(~mask[:, None], float('-inf'))
+                bias = bias.repeat(B // len(bias), 1, 1, 1)
+            elif mask is not None:
+                bias = bias.masked_fill(~mask, float('-inf'))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype).expand(B, -1, -1, -1))
+            return out.transpose(1, 2).reshape(B, N, C)
+        attn = (q * self.head_dims**-0.5) @ k.transpose(-2, -1) + bias
+        if mask is not None:
+            attn = attn.view(-1, mask.shape[0], self.num_heads, N, N)
+            attn = attn.masked_fill(~mask[:, None], float('-inf')).view(B, self.num_heads, N, N)
+        attn = self.attn_drop(attn.softmax(dim=-1))
+        return (attn @ v).transpose(1, 2).reshape(B, N, C)
 
     def forward(self, x: Tensor, *, hw_shape: Optional[Size] = None, mask: Optional[Tensor] = None) -> Tensor:
         """Attention within windows, ``(B * num_windows, h * w, C)`` to the same.
@@ -389,14 +453,8 @@ class SoftmaxWindowAttention(BaseModule):
             hw_shape (tuple[int, int], optional): Height and width of a window. Defaults to ``window_size``.
             mask (Tensor, optional): bool, ``(num_windows, h * w, h * w)``, True where attention is allowed.
         """
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
-        attn = (q * self.scale) @ k.transpose(-2, -1) + self.position_bias(hw_shape or self.window_size)
-        if mask is not None:
-            attn = attn.view(-1, mask.shape[0], self.num_heads, N, N)
-            attn = attn.masked_fill(~mask[:, None], float('-inf')).view(B, self.num_heads, N, N)
-        attn = self.attn_drop(attn.softmax(dim=-1))
-        return self.proj_drop(self.proj((attn @ v).transpose(1, 2).reshape(B, N, C)))
+        hw_shape = hw_shape or self.window_size
+        return self.proj_drop(self.proj(self.mix(*self.project(x, hw_shape), hw_shape, mask)))
 
 
 @MODELS.register_module()
@@ -442,6 +500,8 @@ class SoftmaxAttention(_SelfAttention):
         """``softmax(q k^T / sqrt(d)) v`` per head, for queries ``(B, N, C)``, keys and values ``(B, N', C)``."""
         B, N, C = q.shape
         q, k, v = (split_heads(t, self.num_heads) for t in (q, k, v))
+        if self.deploy:
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
         weights = self.attn_drop(((q * self.head_dims**-0.5) @ k.transpose(-2, -1)).softmax(dim=-1))
         return (weights @ v).transpose(1, 2).reshape(B, N, C)
 

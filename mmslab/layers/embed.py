@@ -9,6 +9,7 @@ from mmcv.cnn.bricks.drop import DropPath
 from torch import Tensor
 
 from .attention import resize_positional_encoding
+from .fold import fold_forward, folded_back
 from .norm import build_norm
 from .windows import Size
 
@@ -48,6 +49,12 @@ class ConvDownsample(nn.Module):
         if self.pads_to_stride and (H % s or W % s):
             x = F.pad(x, (0, -W % s, 0, -H % s))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: the norm becomes part of the convolution before it."""
+        self.norm = folded_back(self.proj, self.norm)
+        # so that the convolution gives maps in the order (B, H, W, C)
+        self.proj.weight.data = self.proj.weight.data.contiguous(memory_format=torch.channels_last)
 
 
 class PatchEmbed(ConvDownsample):
@@ -149,3 +156,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(self.act(self.norm(self.fc1(x))))))
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: the norm becomes part of the linear layer before it."""
+        self.norm = folded_back(self.fc1, self.norm)
+
+    def absorb(self, scale: Tensor, shift: Tensor) -> None:
+        """Takes over a norm before it: ``mlp(x)`` becomes what ``mlp(scale * x + shift)`` was."""
+        fold_forward(scale, shift, self.fc1)

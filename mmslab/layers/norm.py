@@ -23,6 +23,11 @@ def _check_channels(name: str, x: Tensor, num_features: int) -> None:
         )
 
 
+def _bn_affine(bn: nn.Module) -> Tuple[Tensor, Tensor]:
+    scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
+    return scale, bn.bias.double() - scale * bn.running_mean.double()
+
+
 @MODELS.register_module()
 class RepBN(nn.Module):
     """Re-parameterized BatchNorm: ``RepBN(x) = BN(x) + eta * x`` (SLAB paper, Eq. 2).
@@ -67,11 +72,10 @@ class RepBN(nn.Module):
         ``sigma = sqrt(running_var + eps)``: ``scale = alpha / sigma + eta``, ``shift = beta - alpha mu / sigma``.
 
         Returns:
-            tuple[Tensor, Tensor]: scale and shift, each of shape ``(num_features,)``.
+            tuple[Tensor, Tensor]: scale and shift in float64, each of shape ``(num_features,)``.
         """
-        sigma = torch.sqrt(self.bn.running_var + self.bn.eps)
-        scale = self.bn.weight / sigma
-        return scale + self.eta, self.bn.bias - scale * self.bn.running_mean
+        scale, shift = _bn_affine(self.bn)
+        return scale + self.eta.double(), shift
 
     def extra_repr(self) -> str:
         return f'{self.num_features}'
@@ -167,6 +171,10 @@ class TokenBN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _check_channels('BN', x, self.num_features)
         return self.bn(x.reshape(-1, self.num_features)).view(x.shape)
+
+    def affine(self) -> Tuple[Tensor, Tensor]:
+        """The inference form, ``BN(x) = scale * x + shift`` per channel, in float64; see :meth:`RepBN.affine`."""
+        return _bn_affine(self.bn)
 
 
 def build_norm(cfg: dict, num_features: int, name: str = 'norm_cfg') -> nn.Module:

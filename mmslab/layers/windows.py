@@ -4,7 +4,7 @@ A map here is ``(B, H, W, C)``; windows of it are ``(B * num_windows, h * w, C)`
 """
 
 from collections import OrderedDict
-from typing import Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,19 @@ from torch import Tensor
 
 Size = Tuple[int, int]
 
-_MAX_CACHED_MASKS = 64
-_masks: 'OrderedDict[tuple, Tensor]' = OrderedDict()
+_MAX_CACHED = 64
+_cache: 'OrderedDict[tuple, object]' = OrderedDict()
+
+
+def _cached(key: tuple, make: Callable[[], object]) -> object:
+    """``make()``, or what it gave for ``key`` before: a detector meets the same few sizes again and again."""
+    if key not in _cache:
+        with torch.inference_mode(False):  # a tensor made while inferring must serve training too
+            _cache[key] = make()
+        if len(_cache) > _MAX_CACHED:
+            _cache.popitem(last=False)
+    _cache.move_to_end(key)
+    return _cache[key]
 
 
 def padded_size(hw: Size, window: Size) -> Size:
@@ -30,13 +41,14 @@ def centering(hw: Size, window: Size) -> Size:
     return (padded[0] - hw[0]) // 2, (padded[1] - hw[1]) // 2
 
 
-def window_partition(x: Tensor, window: Size, shift: Size = (0, 0)) -> Tensor:
-    """Pads with zeros at the bottom and right, shifts cyclically up and left, and cuts into windows.
+def window_partition(x: Tensor, window: Size, shift: Size = (0, 0), value: Optional[Tensor] = None) -> Tensor:
+    """Pads at the bottom and right, shifts cyclically up and left, and cuts into windows.
 
     Args:
         x (Tensor): A map, ``(B, H, W, C)``.
         window (tuple[int, int]): Height and width of a window.
         shift (tuple[int, int]): Rows and columns of the cyclic shift.
+        value (Tensor, optional): What to pad with, ``(C,)``. Defaults to zeros.
 
     Returns:
         Tensor: ``(B * num_windows, window[0] * window[1], C)``.
@@ -44,7 +56,8 @@ def window_partition(x: Tensor, window: Size, shift: Size = (0, 0)) -> Tensor:
     B, H, W, C = x.shape
     (h, w), (Hp, Wp) = window, padded_size((H, W), window)
     if (Hp, Wp) != (H, W):
-        x = F.pad(x, (0, 0, 0, Wp - W, 0, Hp - H))
+        x = F.pad(x if value is None else x - value, (0, 0, 0, Wp - W, 0, Hp - H))
+        x = x if value is None else x + value
     if any(shift):
         x = torch.roll(x, (-shift[0], -shift[1]), dims=(1, 2))
     if (Hp, Wp) == (h, w):
@@ -94,14 +107,7 @@ def shifted_window_mask(hw: Size, window: Size, shift: Size, device: torch.devic
     size = padded_size(hw, window)
     if torch.compiler.is_compiling():  # a traced tensor must not outlive its trace
         return _build_mask(size, window, shift, device)
-    key = (size, window, shift, str(device))
-    if key not in _masks:
-        with torch.inference_mode(False):  # a mask made while inferring must serve training too
-            _masks[key] = _build_mask(size, window, shift, device)
-        if len(_masks) > _MAX_CACHED_MASKS:
-            _masks.popitem(last=False)
-    _masks.move_to_end(key)
-    return _masks[key]
+    return _cached(('mask', size, window, shift, str(device)), lambda: _build_mask(size, window, shift, device))
 
 
 def _build_mask(size: Size, window: Size, shift: Size, device: torch.device) -> Tensor:
@@ -115,3 +121,75 @@ def _build_mask(size: Size, window: Size, shift: Size, device: torch.device) -> 
     labels = regions(Hp, h, shift[0])[:, None] * 3 + regions(Wp, w, shift[1])
     labels = window_partition(labels[None, :, :, None], window).squeeze(-1)
     return labels[:, :, None] == labels[:, None, :]
+
+
+class Windows(NamedTuple):
+    """Some windows of a batch of maps, as indices: how folded blocks read tokens from a map and write them back.
+
+    ``tokens``: rows of ``(B * H * W, C)``, window after window, ``(n * h * w,)``; 0 at places of padding.
+    ``padding``: which of ``tokens`` are padding, or None if none is. ``kept``: the others, then. ``target``: the
+    rows of ``kept``. ``mask``: bool, ``(h * w, h * w)``, the same for all n windows, or None.
+    """
+
+    tokens: Tensor
+    padding: Optional[Tensor]
+    kept: Optional[Tensor]
+    target: Tensor
+    mask: Optional[Tensor]
+
+
+def window_indices(
+    batch: int, hw: Size, window: Size, shift: Size, masked: bool, max_windows: int, device: torch.device
+) -> List[Windows]:
+    """The windows that :func:`window_partition` cuts, as indices, at most ``max_windows`` in one piece.
+
+    Windows with the same mask come together, so that a piece has one mask: none in the interior of a map, and
+    one each at its right, its bottom and its corner.
+
+    Args:
+        batch (int): Maps.
+        hw, window, shift (tuple[int, int]): As for :func:`shifted_window_mask`.
+        masked (bool): Whether shifted windows have masks.
+        max_windows (int): Windows in a piece.
+        device (torch.device): Where the indices shall be.
+    """
+    key = ('indices', batch, hw, window, shift, masked, max_windows, str(device))
+    return _cached(key, lambda: _build_indices(batch, hw, window, shift, masked, max_windows, device))
+
+
+def _build_indices(
+    batch: int, hw: Size, window: Size, shift: Size, masked: bool, max_windows: int, device: torch.device
+) -> List[Windows]:
+    (H, W), (h, w), (Hp, Wp) = hw, window, padded_size(hw, window)
+    places = torch.arange(1, batch * H * W + 1).view(batch, H, W, 1)  # from 1: what padding adds is 0
+    places = window_partition(places, window, shift).view(-1, h * w)
+    groups = [(torch.arange(len(places)), None)]
+    if masked and any(shift):
+        last = torch.zeros(batch, Hp // h, Wp // w, dtype=torch.long)
+        last[:, -1] += 2 * (shift[0] > 0)
+        last[:, :, -1] += shift[1] > 0
+        # what the shift has wrapped around lies in the last windows only
+        below = (torch.arange(h) >= h - shift[0])[:, None].expand(h, w).flatten()
+        right = (torch.arange(w) >= w - shift[1]).expand(h, w).flatten()
+        for kind in range(4):
+            labels = (below & (kind >= 2)).long() * 2 + (right & (kind % 2 == 1))
+            mask = (labels[:, None] == labels).to(device) if kind else None
+            groups.append(((last.flatten() == kind).nonzero().flatten(), mask))
+        groups = [(members, mask) for members, mask in groups[1:] if len(members)]
+    pieces = []
+    for members, mask in groups:
+        for some in members.split(max_windows):
+            index = places[some].flatten()
+            padding, kept = (index == 0).nonzero().flatten(), index.nonzero().flatten()
+            target = (index[kept] - 1).to(device)
+            whole = len(kept) == len(index)
+            pieces.append(
+                Windows(
+                    tokens=target if whole else (index - 1).clamp_(min=0).to(device),
+                    padding=None if whole else padding.to(device),
+                    kept=None if whole else kept.to(device),
+                    target=target,
+                    mask=mask,
+                )
+            )
+    return pieces

@@ -109,7 +109,7 @@ def test_small_maps():
 def test_no_mask_is_made_for_linear_attention(monkeypatch):
     made = []
     build = windows._build_mask
-    monkeypatch.setattr(windows, '_masks', type(windows._masks)())
+    monkeypatch.setattr(windows, '_cache', type(windows._cache)())
     monkeypatch.setattr(windows, '_build_mask', lambda *a: made.append(a) or build(*a))
     x = torch.randn(1, 3, 64, 64)
     tiny(attn=('sla', 'focused', 'sla', 'sla'))(x)

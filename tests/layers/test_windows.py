@@ -56,6 +56,6 @@ def test_masks_are_kept_and_bounded():
     assert shifted_window_mask((14, 14), (7, 7), (3, 3), device) is first
     assert shifted_window_mask((9, 13), (7, 7), (3, 3), device) is first  # padded to the same
     assert not first.is_inference()
-    for i in range(1, windows._MAX_CACHED_MASKS + 10):
+    for i in range(1, windows._MAX_CACHED + 10):
         shifted_window_mask((14, 14 + 7 * i), (7, 7), (3, 3), device)
-    assert len(windows._masks) == windows._MAX_CACHED_MASKS
+    assert len(windows._cache) == windows._MAX_CACHED
