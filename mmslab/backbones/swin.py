@@ -97,7 +97,9 @@ class SwinBlock(TransformerBlock):
             qkv = self.attn.qkv(self.norm1(rows.index_select(0, piece.tokens)))
             if piece.padding is not None:
                 qkv[piece.padding] = self.qkv_of_padding.to(qkv.dtype)
-            out = self.attn.mix(*qkv.view(-1, N, 3 * C).chunk(3, dim=-1), window, mask=piece.mask).view(-1, C)
+            qkv = qkv.view(-1, N, 3 * C).split([n for n, _ in piece.runs])
+            outs = [self.attn.mix(*t.chunk(3, dim=-1), window, mask=mask) for t, (_, mask) in zip(qkv, piece.runs)]
+            out = (torch.cat(outs) if len(outs) > 1 else outs[0]).view(-1, C)
             if piece.kept is not None:
                 out = out.index_select(0, piece.kept)
             rows.index_add_(0, piece.target, self.attn.proj(out).to(rows.dtype))

@@ -21,6 +21,7 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .fold import fold_forward, folded_back
+from .inference import conv_of_patches, may_overwrite, use_channels_last
 from .norm import build_norm
 from .windows import Size
 
@@ -99,6 +100,9 @@ class _SelfAttention(BaseModule):
         if self.sr_ratio == 1:
             return self.qkv(x).chunk(3, dim=-1)
         (H, W), s = hw_shape, self.sr_ratio
+        if self.deploy and H >= s and W >= s and may_overwrite(x):
+            reduced = conv_of_patches(self.sr, x.view(x.shape[0], H, W, -1)).flatten(1, 2)
+            return (self.q(x), *self.kv(self.norm(reduced)).chunk(2, dim=-1))
         grid = x.transpose(1, 2).reshape(x.shape[0], -1, H, W)
         if H < s or W < s:
             reduced = self._reduce_small(grid) if self.deploy else self.sr(_pad_to(grid, s))
@@ -116,6 +120,7 @@ class _SelfAttention(BaseModule):
         self.deploy = True
         if self.sr_ratio > 1:
             self.norm = folded_back(self.sr, self.norm)
+            use_channels_last(self.sr)
             self.register_buffer('sr_shift', self.sr.weight.new_zeros(self.sr.weight.shape[0], *self.sr.kernel_size))
 
     def absorb(self, scale: Tensor, shift: Tensor) -> None:
@@ -127,6 +132,7 @@ class _SelfAttention(BaseModule):
         # what the shift adds at each place of the kernel, for maps that do not fill it
         self.sr_shift.copy_((self.sr.weight.double() * shift.view(1, -1, 1, 1)).sum(1))
         fold_forward(scale, shift, self.sr)
+        use_channels_last(self.sr)
 
     def _reduce_small(self, grid: Tensor) -> Tensor:
         """The spatial reduction of a map smaller than its kernel, of which only the part on the map counts."""

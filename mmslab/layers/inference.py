@@ -9,6 +9,8 @@ functional form wherever something records what it does: under autograd, tracing
 from typing import Callable
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 PIECE = 2**20  # elements of the widest intermediate result, 4 MB in float32
@@ -33,6 +35,22 @@ def add_(x: Tensor, f: Callable[[Tensor], Tensor], width: int) -> Tensor:
         f (Callable): Its widest intermediate result has ``width`` elements a row.
     """
     rows = x.view(-1, x.shape[-1])
-    for piece in rows.split(rows_in_piece(x, width)):
+    for piece in rows.tensor_split(-(-len(rows) // rows_in_piece(x, width))):
         piece.add_(f(piece))
     return x
+
+
+def use_channels_last(conv: nn.Conv2d) -> None:
+    """Keeps the weights in channels-last order, so that ``conv`` gives maps that are ``(B, H, W, C)`` in memory."""
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def conv_of_patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """``conv`` of a map ``(B, H, W, C)`` to ``(B, H', W', out_channels)``, its stride being its kernel size, unpadded.
+
+    It is a linear layer on patches: one matrix product, and the weights, which a folded convolution keeps in the
+    order (out_channels, height, width, C), are taken as they lie in memory.
+    """
+    (B, H, W, C), (h, w) = x.shape, conv.kernel_size
+    x = x[:, : H // h * h, : W // w * w].reshape(B, H // h, h, W // w, w, C)
+    return F.linear(x.transpose(2, 3).flatten(3), conv.weight.permute(0, 2, 3, 1).flatten(1), conv.bias)
