@@ -66,8 +66,9 @@ def count(model: nn.Module, image: Union[Tuple[int, int, int], Tensor]) -> Tuple
     """
     logging.disable(logging.WARNING)  # norms are operations that the counter does not know, and says so each time
     try:
+        model.eval()  # which returns nothing for mmdet's Swin
         given = dict(inputs=image) if isinstance(image, Tensor) else dict(input_shape=image)
-        info = get_model_complexity_info(model.eval(), **given, show_table=False, show_arch=False)
+        info = get_model_complexity_info(model, **given, show_table=False, show_arch=False)
     finally:
         logging.disable(logging.NOTSET)
     return info['flops'], info['params']

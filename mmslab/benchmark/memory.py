@@ -1,5 +1,6 @@
 """The memory that one forward takes beyond what is there before it."""
 
+import os
 from typing import Any, Callable
 
 import torch
@@ -20,6 +21,7 @@ def peak_memory(call: Callable[[], Any], device: torch.device = torch.device('cp
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault('KINETO_LOG_LEVEL', '5')  # else it reports, as an error, that there is no GPU
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     held = peak = 0

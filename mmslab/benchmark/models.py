@@ -300,7 +300,8 @@ def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
     if not _is_classifier(cfg):
         check_detection()
     without_init_cfg(cfg.model)
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    with _quiet():
+        init_default_scope(cfg.get('default_scope', 'mmdet'))
     torch.manual_seed(seed)
     model = MODELS.build(cfg.model)
     if checkpoint is None:
@@ -312,7 +313,8 @@ def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
         state = checkpoints.read_state_dict(checkpoint)
         checkpoints.check_fits(model, state, repr(str(checkpoint)))
         model.load_state_dict(state, strict=False)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @contextmanager

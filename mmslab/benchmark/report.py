@@ -162,7 +162,7 @@ def table(report: Report) -> Table:
             low, high = row['ratio_interval']
             cells.append(f'{row["ratio"]:.3f} ({low:.3f}-{high:.3f})' if i else '1')
         cells.append(f'{row["params"] / 1e6:.2f}')
-        cells.append('-' if row['flops'] is None else f'{row["flops"] / 1e9:.2f}')
+        cells.append('-' if row['flops'] is None else _digits(row['flops'] / 1e9))
         cells.append(f'{row["peak_memory_bytes"] / MIB:.1f}')
         if unit:
             cells.append(f'{row["paper"][mode]:g}' if mode in row['paper'] else '-')
@@ -170,9 +170,9 @@ def table(report: Report) -> Table:
     return result
 
 
-def _digits(ms: float) -> str:
-    """Four digits, or to the millisecond."""
-    return f'{ms:.{max(0, min(3, 3 - len(str(int(ms)))))}f}' if ms >= 1 else f'{ms:.3f}'
+def _digits(value: float) -> str:
+    """Four digits, or to a thousandth."""
+    return f'{value:.{min(3, max(0, 4 - len(str(int(value)))))}f}'
 
 
 def check_output(path: Optional[PathLike], name: str, suffixes: Tuple[str, ...], force: bool = False) -> None:
@@ -235,14 +235,15 @@ def draw(report: Report, path: PathLike) -> List[str]:
     drawn = [(s, r) for s, r in rows if 'accuracy' in s.paper]
     twins = {s.config for s, _ in drawn if s.folded}
     figure, ax = plt.subplots(figsize=(9, 6), layout='constrained')
-    for subject, row in drawn:
-        x = row['images_per_second'] if mode == 'throughput' else row['ms']['median']
+    xs = [row['images_per_second'] if mode == 'throughput' else row['ms']['median'] for _, row in drawn]
+    for x, (subject, _) in zip(xs, drawn):
         y = subject.paper['accuracy']
         marker, colour = MARKERS[subject.group]
         colour = f'tab:{colour}'
         filled = subject.folded or subject.config not in twins
         ax.plot(x, y, marker, color=colour, mfc=colour if filled else 'none', ms=8, label=subject.group)
-        ax.annotate(subject.name, (x, y), xytext=(6, 4), textcoords='offset points', fontsize='x-small')
+        place = dict(xytext=(6, 5)) if x <= (min(xs) + max(xs)) / 2 else dict(xytext=(-6, 5), ha='right')
+        ax.annotate(subject.name, (x, y), **place, textcoords='offset points', fontsize='x-small')
     what = 'backbone' if report.settings.scope == 'backbone' else 'whole model'
     speed = (
         f'images per second at batch size {report.settings.batch_size}'
@@ -255,7 +256,7 @@ def draw(report: Report, path: PathLike) -> List[str]:
     ax.grid(alpha=0.3)
     handles, labels = ax.get_legend_handles_labels()
     once = dict(zip(reversed(labels), reversed(handles)))
-    ax.legend(once.values(), once.keys(), loc='lower right')
+    ax.legend(once.values(), once.keys())
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return [s.name for s, _ in rows if 'accuracy' not in s.paper]
