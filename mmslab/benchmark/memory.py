@@ -11,7 +11,7 @@ def peak_memory(call: Callable[[], Any], device: torch.device = torch.device('cp
     """The most bytes that torch's allocator holds at once during ``call``, beyond those that it holds before.
 
     Weights and input are there before, and so are the other models of a benchmark. On a GPU it is the allocator's own record;
-    on a CPU, where there is none, the peak of the running sum of the allocations and releases that torch's profiler sees.
+    on a CPU, where there is none, the peak of the running sum of what torch's profiler sees allocated and released of it.
     What libraries allocate past torch (oneDNN's scratch pads, cuDNN's contexts) is not in it.
     """
     if device.type == 'cuda':
