@@ -203,7 +203,9 @@ def paper_figures(config: PathLike, index: PathLike = INDEX) -> Dict[str, Any]:
 def names_of(configs: Sequence[PathLike]) -> List[str]:
     """A name for each config: its file's without the ending, longer or with a number where that is not one of a kind."""
     stems = [Path(str(c).replace('::', '/')) for c in configs]
-    names = [p.stem if sum(q.stem == p.stem for q in stems) == 1 else f'{p.parent.name}/{p.stem}' for p in stems]
+    names = [
+        p.stem if sum(q.stem == p.stem for q in stems) == 1 else f'{p.parent.name}/{p.stem}'.strip('/') for p in stems
+    ]
     return [n if names.count(n) == 1 else f'{n} #{names[: i + 1].count(n)}' for i, n in enumerate(names)]
 
 
@@ -226,10 +228,13 @@ def prepare(
     kind = 'classifier' if _is_classifier(cfg) else 'detector'
     large = kind == 'detector' and settings.mode != 'throughput'
     image = tuple(settings.image or (DETECTION_SIZE if large else CLASSIFICATION_SIZE))
-    divisor = getattr(model.data_preprocessor, 'pad_size_divisor', 1) or 1
+    divisor = getattr(getattr(model, 'data_preprocessor', None), 'pad_size_divisor', 1) or 1
     padded = tuple(-(-side // divisor) * divisor for side in image)
     keys = set(model.state_dict())
-    variants = [fold(copy.deepcopy(model))]
+    try:
+        variants = [fold(copy.deepcopy(model))]
+    except ValueError as e:
+        raise ValueError(f'{name}: {e}') from e
     folded = set(variants[0].state_dict()) != keys
     if settings.no_fold and folded:
         variants.append(copy.deepcopy(model))
@@ -300,12 +305,12 @@ def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
     if not _is_classifier(cfg):
         check_detection()
     without_init_cfg(cfg.model)
-    with _quiet():
+    with quiet():
         init_default_scope(cfg.get('default_scope', 'mmdet'))
     torch.manual_seed(seed)
     model = MODELS.build(cfg.model)
     if checkpoint is None:
-        with _quiet():
+        with quiet():
             model.init_weights()
         if any(isinstance(m, PRepBN) for m in model.modules()):
             set_gamma(model, 0)
@@ -318,8 +323,8 @@ def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log lines of mmengine, one for each parameter, and the warnings of tracing."""
+def quiet() -> Iterator[None]:
+    """Without the log lines of mmengine, one for each parameter, and the warnings of tracing and of mmdet's heads."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -333,7 +338,7 @@ def _quiet() -> Iterator[None]:
 def _named(label: str, image: Tuple[int, ...], settings: Settings) -> Iterator[None]:
     """Names the model, its input and what it ran on in whatever it raises."""
     try:
-        with _quiet():
+        with quiet():
             yield
     except Exception as e:  # of torch, mmcv, mmdet...
         how = ', compiled' * settings.compile + ', as a CUDA graph' * settings.cuda_graph
@@ -422,7 +427,7 @@ def _flops(
     """Multiply-adds of one image, unfolded in fp32; of a whole detector without its post-processing."""
     x = _input(settings, padded)[:1].to(settings.torch_device)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             if settings.scope == 'backbone':
                 return count(model.backbone, (3, *padded))[0], []
             if kind == 'detector':

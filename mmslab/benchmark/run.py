@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import checkpoints as weights
 from .latency import cpu_timer, cuda_timer, measure
-from .models import Settings, check_inputs, names_of, paper_figures, prepare
+from .models import Settings, check_inputs, names_of, paper_figures, prepare, quiet
 from .report import DRAWINGS, Report, check_drawable, check_output, draw, machine, write_json
 
 PathLike = Union[str, os.PathLike]
@@ -61,14 +61,12 @@ def run(
         seconds = None
         if settings.mode != 'flops':
             task = progress.add_task('measuring', total=len(subjects) * (settings.rounds + settings.warmup))
-            seconds = measure(
-                [s.call for s in subjects],
-                settings.rounds,
-                settings.warmup,
-                cuda_timer if settings.torch_device.type == 'cuda' else cpu_timer,
-                [s.name for s in subjects],
-                lambda: progress.advance(task),
-            )
+            timer = cuda_timer if settings.torch_device.type == 'cuda' else cpu_timer
+            calls, labels = [s.call for s in subjects], [s.name for s in subjects]
+            with quiet():
+                seconds = measure(
+                    calls, settings.rounds, settings.warmup, timer, labels, lambda: progress.advance(task)
+                )
     report = Report(settings, subjects, seconds, machine(settings))
     if plot is not None:
         report.left_out = draw(report, plot)

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+import torch
 
-from mmslab.benchmark.latency import cpu_timer, measure, ratio, reason, statistics
+from mmslab.benchmark.latency import cpu_timer, cuda_timer, measure, ratio, reason, statistics
 
 
 class Clock:
@@ -75,3 +76,28 @@ def test_a_call_that_fails_is_named():
 
 def test_the_clock_ticks():
     assert cpu_timer(lambda: sum(range(1000))) > 0
+
+
+def test_events_on_a_gpu_enclose_the_call_alone(monkeypatch):
+    """The order of what is asked of CUDA, without a GPU."""
+    did = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.name = 'end' if any(e == 'start made' for e in did) else 'start'
+            did.append(f'{self.name} made')
+
+        def record(self):
+            did.append(self.name)
+
+        def synchronize(self):
+            did.append(f'{self.name} reached')
+
+        def elapsed_time(self, other):
+            assert (self.name, other.name) == ('start', 'end')
+            return 250.0  # ms
+
+    monkeypatch.setattr(torch.cuda, 'Event', Event)
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: did.append('idle'))
+    assert cuda_timer(lambda: did.append('call')) == 0.25
+    assert did[2:] == ['idle', 'start', 'call', 'end', 'end reached']

@@ -95,7 +95,7 @@ def test_a_checkpoint_is_loaded_before_folding(tmp_path):
 
     set_gamma(model, 0.5)  # in the middle of the handover: not to be folded, and not silently made so
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'half.pth')
-    with pytest.raises(ValueError, match='gamma'):
+    with pytest.raises(ValueError, match='^a: .*gamma'):
         prepare('a', CLASSIFIER, cfg, settings, tmp_path / 'half.pth')
     torch.save(dict(state_dict={'conv.weight': torch.zeros(1)}), tmp_path / 'other.pth')
     with pytest.raises(ValueError, match="checkpoint '.*other.pth' is not of this config: it lacks"):
@@ -131,7 +131,7 @@ def test_the_papers_speed_is_shown_beside_what_it_measured(tmp_path, monkeypatch
 
 def test_names():
     assert names_of(['configs/a.py', 'mmdet::swin/b.py']) == ['a', 'b']
-    assert names_of(['x/a.py', 'y/a.py', 'b.py', 'b.py']) == ['x/a', 'y/a', '/b #1', '/b #2']
+    assert names_of(['x/a.py', 'y/a.py', 'b.py', 'b.py']) == ['x/a', 'y/a', 'b #1', 'b #2']
 
 
 @pytest.mark.parametrize(
