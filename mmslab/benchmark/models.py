@@ -21,6 +21,7 @@ from .. import checkpoints
 from ..apis import check_checkpoint, check_device, load_config, without_init_cfg
 from ..deploy import fold
 from ..layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, set_gamma
+from ..layers.norm import TokenBN
 from ..versions import check_detection
 from .complexity import count, read_metafile
 from .latency import reason
@@ -214,6 +215,9 @@ def prepare(
 ) -> List[Subject]:
     """Builds the model of a config, and with ``settings.no_fold`` also its unfolded twin, and runs each once.
 
+    A model without a norm to fold has one row, in what :func:`mmslab.deploy.fold` makes of it: for a backbone of ours the
+    inference form, so that norms are all that it differs in from a folded one; for mmdet's own nothing else than it was.
+
     Random weights are what training from scratch starts from, but with gamma 0, where the handover ends. With them a detector's
     score threshold is set to what the weakest of its ``max_per_img`` best boxes passes, so that each has the work of a full
     image; at the config's threshold a few boxes would be left, another number in each model, or none and the mask head idle.
@@ -230,12 +234,11 @@ def prepare(
     image = tuple(settings.image or (DETECTION_SIZE if large else CLASSIFICATION_SIZE))
     divisor = getattr(getattr(model, 'data_preprocessor', None), 'pad_size_divisor', 1) or 1
     padded = tuple(-(-side // divisor) * divisor for side in image)
-    keys = set(model.state_dict())
     try:
         variants = [fold(copy.deepcopy(model))]
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from e
-    folded = set(variants[0].state_dict()) != keys
+    folded = _norms(variants[0]) < _norms(model)
     if settings.no_fold and folded:
         variants.append(copy.deepcopy(model))
 
@@ -281,6 +284,11 @@ def prepare(
 
 def _is_classifier(cfg: Config) -> bool:
     return cfg.get('default_scope') == 'mmpretrain'
+
+
+def _norms(model: nn.Module) -> int:
+    """How many norms it has that folding takes away."""
+    return sum(isinstance(m, (PRepBN, RepBN, TokenBN)) for m in model.modules())
 
 
 def _group(backbone: nn.Module) -> str:
