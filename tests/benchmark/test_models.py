@@ -75,7 +75,8 @@ def test_layer_norm_has_nothing_to_fold_and_nothing_is_downloaded():
     subjects = prepared(SWIN_LN, scope='backbone', no_fold=True)
     subjects += prepared('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py', scope='backbone', no_fold=True)
     assert [s.folded for s in subjects] == [False, False] and {s.group for s in subjects} == {'LayerNorm'}
-    assert subjects[0].params == subjects[1].params  # Swin-T both
+    # Swin-T both; of ours the position biases are no parameters in the inference form
+    assert subjects[0].params == pytest.approx(subjects[1].params, rel=0.001)
     assert subjects[0].flops == pytest.approx(subjects[1].flops, rel=0.01)
 
 
