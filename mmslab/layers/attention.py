@@ -200,6 +200,7 @@ class _LinearAttention(_SelfAttention):
             encoding = resize_positional_encoding(encoding, self.encoding_size, size)
         q, k = self.features(q, k + encoding)
         out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(k.shape[1]))
+        out = out.to(encoding.dtype)  # the weights': float32 under autocast, half in a model that was made so
         if self.sr_ratio > 1:  # the authors bring the values back to N tokens along the sequence, not on the map
             v = F.interpolate(v.transpose(1, 2), size=q.shape[1], mode='linear').transpose(1, 2)
         return out + self.local(v, hw_shape)
