@@ -19,6 +19,7 @@ from mmengine.registry import MODELS, init_default_scope
 
 from .. import checkpoints
 from ..apis import check_checkpoint, check_device, load_config, without_init_cfg
+from ..backbones.base import SLABBackbone
 from ..deploy import fold
 from ..layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, set_gamma
 from ..layers.norm import TokenBN
@@ -56,7 +57,7 @@ class Settings:
         cuda_graph (bool): Replay a CUDA graph; not for a whole detector, whose shapes depend on what it finds.
         channels_last (bool): The memory format of weights and input.
         threads (int, optional): Of torch on the CPU.
-        no_fold (bool): Measure each model that folds also as it is, in a row of its own.
+        no_fold (bool): Measure each model that folding changes also as it was, in a row of its own.
         seed (int): Of the random weights and the input, for each config anew.
 
     Raises:
@@ -215,8 +216,8 @@ def prepare(
 ) -> List[Subject]:
     """Builds the model of a config, and with ``settings.no_fold`` also its unfolded twin, and runs each once.
 
-    A model without a norm to fold has one row, in what :func:`mmslab.deploy.fold` makes of it: for a backbone of ours the
-    inference form, so that norms are all that it differs in from a folded one; for mmdet's own nothing else than it was.
+    A backbone of ours without a norm to fold takes its inference form too, so that norms are all that it differs in from a
+    folded one. A model of others, in which there is nothing to fold, has one row in any case.
 
     Random weights are what training from scratch starts from, but with gamma 0, where the handover ends. With them a detector's
     score threshold is set to what the weakest of its ``max_per_img`` best boxes passes, so that each has the work of a full
@@ -239,13 +240,16 @@ def prepare(
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from e
     folded = _norms(variants[0]) < _norms(model)
-    if settings.no_fold and folded:
+    changed = folded or isinstance(model.backbone, SLABBackbone)
+    if settings.no_fold and changed:
         variants.append(copy.deepcopy(model))
 
     subjects: List[Subject] = []
     for number, variant in enumerate(variants):
         is_folded = folded and number == 0
-        label = f'{name} (folded)' if is_folded else name
+        label = name
+        if changed and number == 0:
+            label += ' (folded)' if folded else ' (inference form)'
         layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         variant = variant.to(device=device, dtype=dtype, memory_format=layout)
         x = _input(settings, padded).to(device=device, dtype=dtype, memory_format=layout)

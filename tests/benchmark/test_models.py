@@ -74,10 +74,12 @@ def test_layer_norm_has_nothing_to_fold_and_nothing_is_downloaded():
     """A backbone of ours and one of mmdet's, whose config names weights on the web."""
     subjects = prepared(SWIN_LN, scope='backbone', no_fold=True)
     subjects += prepared('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py', scope='backbone', no_fold=True)
-    assert [s.folded for s in subjects] == [False, False] and {s.group for s in subjects} == {'LayerNorm'}
-    # Swin-T both; of ours the position biases are no parameters in the inference form
-    assert subjects[0].params == pytest.approx(subjects[1].params, rel=0.001)
-    assert subjects[0].flops == pytest.approx(subjects[1].flops, rel=0.01)
+    assert not any(s.folded for s in subjects) and {s.group for s in subjects} == {'LayerNorm'}
+    inference, ours, mmdets = subjects
+    assert inference.name == f'{ours.name} (inference form)'
+    assert ours.params == mmdets.params  # Swin-T both
+    assert inference.params == pytest.approx(ours.params, rel=0.001)  # position biases are no parameters any more
+    assert ours.flops == pytest.approx(mmdets.flops, rel=0.01)
 
 
 def test_a_checkpoint_is_loaded_before_folding(tmp_path):
