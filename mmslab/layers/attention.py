@@ -118,6 +118,7 @@ class _SelfAttention(BaseModule):
             self.norm = folded_back(self.sr, self.norm)
             self.register_buffer('sr_shift', self.sr.weight.new_zeros(self.sr.weight.shape[0], *self.sr.kernel_size))
 
+    @torch.no_grad()
     def absorb(self, scale: Tensor, shift: Tensor) -> None:
         """Takes over a norm before it: ``attn(x)`` becomes what ``attn(scale * x + shift)`` was, in the inference form."""
         if self.sr_ratio == 1:
