@@ -57,9 +57,13 @@ class TransformerBlock(nn.Module):
         for module in (self.attn, self.mlp):
             if hasattr(module, 'switch_to_deploy'):
                 module.switch_to_deploy()
-        self.norm1 = folded(self.norm1, self.attn)
+        self.norm1 = folded(self.norm1, self.takes_norm1())
         self.norm2 = folded(self.norm2, self.mlp)
         self.drop_path = nn.Identity()
+
+    def takes_norm1(self) -> Optional[nn.Module]:
+        """What ``norm1`` goes into, if that can take it."""
+        return self.attn
 
     def update_(self, x: Tensor) -> Tensor:
         """What ``forward`` does, written over ``x``, contiguous; for the inference form alone."""

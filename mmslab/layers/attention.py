@@ -7,7 +7,8 @@ a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more
 ``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
 
 For inference a block offers the norm before it to ``attn.absorb(scale, shift)``. An attention without that method
-keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``.
+keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``. SLABSwin, which
+pads between the norm and the attention, offers it only where there are ``qkv``, ``mix`` and ``proj`` too.
 """
 
 from contextlib import nullcontext
