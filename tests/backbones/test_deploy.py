@@ -220,3 +220,200 @@ def test_exact_at_every_size(family, kwargs, monkeypatch):
     model.switch_to_deploy()
     for out, want in zip(run(model, x), wants):
         assert_relative(out, want, 1e-12)
+
+
+@pytest.mark.parametrize('norms', [dict(ffn_norm_cfg=REPBN, out_norm_cfg=PREPBN), dict(norm_cfg=LN, out_norm_cfg=LN)])
+@pytest.mark.parametrize('attn', ['sla', 'softmax'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_the_inference_form_by_config(family, attn, norms):
+    """Built with deploy=True it has just the tensors that folding leaves, and computes the same from them."""
+    folded = folded_copy(ready(FAMILIES[family](attn=attn, **norms)))
+    built = FAMILIES[family](attn=attn, deploy=True, **norms).eval()
+    assert built.deploy and not any(p.requires_grad for p in built.parameters())
+    assert {k: v.shape for k, v in built.state_dict().items()} == {k: v.shape for k, v in folded.state_dict().items()}
+    assert [type(m) for m in built.modules()] == [type(m) for m in folded.modules()]
+    built.load_state_dict(folded.state_dict(), strict=True)
+    x = torch.randn(2, 3, *PADDED)
+    for out, want in zip(outputs(built, x), outputs(folded, x)):
+        assert torch.equal(out, want)
+    built.switch_to_deploy()  # is a no-op, as on what was folded
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_folding_twice_changes_nothing(family):
+    once = folded_copy(ready(FAMILIES[family](out_norm_cfg=PREPBN, ffn_norm_cfg=BN)))
+    twice = folded_copy(once)
+    twice.train().switch_to_deploy()  # nothing is left that could train
+    state, same = once.state_dict(), twice.state_dict()
+    assert list(state) == list(same) and all(torch.equal(state[k], same[k]) for k in state)
+    assert [type(m) for m in once.modules()] == [type(m) for m in twice.modules()]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_training_mode_makes_no_difference_afterwards(family):
+    rates = dict(drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)
+    for attn in ('softmax', 'sla'):
+        deployed = assert_folds(ready(FAMILIES[family](attn=attn, out_norm_cfg=PREPBN, **rates)), PADDED)
+        x = torch.randn(1, 3, *PADDED, dtype=torch.float64)
+        wants = outputs(deployed, x)
+        for out, want in zip(outputs(deployed.train(), x), wants):
+            assert torch.equal(out, want)
+
+
+def spoil(how, model):
+    """Makes ``model`` unfit for folding in one deep layer; returns what the error must say."""
+    at = [n for n, m in model.named_modules() if isinstance(m, PRepBN)][-3]
+    norm = model.get_submodule(at)
+    if how == 'gamma':
+        norm.set_gamma(0.3)
+        return f"^layer '{at}' has gamma=0.3"
+    if how == 'buffer':
+        norm.gamma.fill_(0.3)
+        return f"^layer '{at}' has gamma=0.3"
+    if how == 'submodule':
+        norm.repbn.bn.train()
+        return f"^layer '{at}.repbn.bn' is in training mode"
+    model.train()
+    return f'^{type(model).__name__} is in training mode'
+
+
+@pytest.mark.parametrize('how', ['gamma', 'buffer', 'submodule', 'training'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_what_cannot_be_folded_stays_as_it_is(family, how):
+    model = ready(FAMILIES[family]())
+    message = spoil(how, model)
+    state, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, *PADDED)
+    with pytest.raises(ValueError, match=message):
+        model.switch_to_deploy()
+    assert not model.deploy and [type(m) for m in model.modules()] == types
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()) and list(model.state_dict()) == list(
+        state
+    )
+    assert all(p.requires_grad == q.requires_grad for p, q in zip(model.parameters(), twin.parameters()))
+    torch.manual_seed(1)
+    wants = outputs(twin, x)
+    torch.manual_seed(1)
+    for out, want in zip(outputs(model, x), wants):
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_gradients_for_the_image(family):
+    """Through the functional form, as a detector's saliency or an adversary asks for them."""
+    model = ready(FAMILIES[family]()).double()
+    x, grads = torch.randn(1, 3, *PADDED, dtype=torch.float64), []
+    for m in (model, folded_copy(model)):
+        image = x.clone().requires_grad_()
+        outs = m(image)
+        weights = [torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape) for o in outs]
+        sum((o.square() * w).sum() for o, w in zip(outs, weights)).backward()
+        grads.append(image.grad)
+    assert_relative(grads[1], grads[0], 1e-11)
+
+
+@pytest.mark.parametrize('attn', ['sla', 'softmax'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_mixed_precision(family, attn):
+    """In bfloat16 the folded model is about as near to float32 as the unfolded one."""
+    model = ready(FAMILIES[family](attn=attn))
+    deployed, x = folded_copy(model), torch.randn(2, 3, *PADDED)
+    wants = outputs(model, x)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        results = [outputs(model, x), outputs(deployed, x), deployed(x.clone().requires_grad_())]
+    plain, *folded = ([(o.float() - w).abs().max() / w.abs().max() for o, w in zip(r, wants)] for r in results)
+    for errors in folded:
+        assert 0 < max(errors) < max(3 * max(plain), torch.tensor(0.02))
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_pieces_give_the_same(family, monkeypatch):
+    """Rows of a map are computed in pieces that stay in a CPU's cache; here in as many as there can be."""
+    monkeypatch.setattr(inference, 'PIECE', 1)
+    small = dict(patch_size=4) if family == 'deit' else {}
+    model = ready(FAMILIES[family](attn='softmax', out_norm_cfg=None, **small))
+    deployed, rows = folded_copy(model), []
+    deployed.layers[0].blocks[-1].mlp.fc1.register_forward_pre_hook(lambda m, x: rows.append(x[0].shape[:-1].numel()))
+    for hw in ((128, 96), (101, 123)):
+        rows.clear()
+        x = torch.randn(3, 3, *hw)
+        for out, want in zip(outputs(deployed, x), outputs(model, x)):
+            assert_relative(out, want, 1e-5)
+        assert len(rows) > 4 and max(rows) == 512 and sum(rows) >= 3 * (hw[0] // 4) * (hw[1] // 4)
+
+
+@pytest.mark.parametrize('attn', ['sla', 'softmax'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_map_of_one_token_is_not_overwritten(family, attn):
+    """There a returned map could share memory with the tokens that the next stage begins with."""
+    side = 16 if family == 'deit' else 4
+    model = ready(FAMILIES[family](attn=attn, out_norm_cfg=None))
+    deployed = assert_folds(model, (side, side), batch=1)
+    x = torch.randn(1, 3, side, side)
+    firsts = outputs(deployed.float(), x)
+    before = [o.clone() for o in firsts]
+    outputs(deployed, torch.randn(1, 3, side, side))
+    assert all(torch.equal(a, b) for a, b in zip(firsts, before))
+
+
+def test_an_attention_that_takes_no_norm():
+    """It keeps a scale and a shift in front of it, so padding still comes after the norm, with zeros."""
+
+    @MODELS.register_module(name='_TestMaxAttention', force=True)
+    class MaxAttention(nn.Module):
+        uses_mask = True
+
+        def __init__(self, embed_dims, num_heads, window_size, qkv_bias, proj_drop):
+            super().__init__()
+            self.v = nn.Linear(embed_dims, embed_dims)
+
+        def forward(self, x, *, hw_shape, mask=None):
+            assert x.shape[1] == hw_shape[0] * hw_shape[1]
+            v = self.v(x).amax(1, keepdim=True) - x
+            if mask is None:
+                return v
+            share = mask.to(x.dtype).mean(-1, keepdim=True)  # (num_windows, N, 1)
+            return (v.unflatten(0, (-1, len(mask))) * share).flatten(0, 1)
+
+    model = ready(swin(attn=('_TestMaxAttention', 'sla', '_TestMaxAttention', 'softmax'), window_sizes=5), std=0.2)
+    deployed = assert_folds(model, PADDED, UNPADDED, (4, 4))
+    affine = [n for n, m in deployed.named_modules() if isinstance(m, Affine)]
+    assert affine == [f'layers.{i}.blocks.{j}.norm1' for i, j in ((0, 0), (0, 1), (2, 0), (2, 1), (2, 2))]
+
+
+def test_an_attention_that_opts_out():
+    class Doubled(SimplifiedLinearAttention):
+        absorb = None
+
+        def forward(self, x, **kwargs):
+            return super().forward(2 * x, **kwargs) + x
+
+    MODELS.register_module(name='_TestDoubled', module=Doubled, force=True)
+    for family in ('swin', 'pvt', 'deit'):
+        deployed = assert_folds(ready(FAMILIES[family](attn='_TestDoubled')), PADDED)
+        assert isinstance(deployed.layers[0].blocks[0].norm1, Affine)
+
+
+def test_a_spatial_reduction_in_windows():
+    """Its convolution, too, sees padding that is zeros after the norm: the norm stays a scale and a shift there."""
+    reduced = dict(type='sla', sr_ratio=2, norm_cfg=REPBN)
+    model = ready(swin(attn=(reduced, 'sla', 'softmax', 'softmax'), window_sizes=5))
+    deployed = assert_folds(model, PADDED, UNPADDED, (4, 4))
+    assert not any(isinstance(m, NORMS) for m in deployed.layers.modules())
+
+
+def test_norms_of_two_kinds():
+    """LayerNorm in the spatial reduction alone stays there."""
+    deployed = assert_folds(ready(pvt(attn=dict(type='softmax', norm_cfg=LN))), PADDED, (4, 4))
+    assert [n for n, m in deployed.named_modules() if isinstance(m, NORMS)] == [
+        f'layers.{i}.blocks.{j}.attn.norm' for i, j in ((0, 0), (1, 0), (1, 1), (2, 0))
+    ]
+
+
+def test_gamma_set_to_zero_makes_a_model_foldable():
+    model = ready(swin())
+    set_gamma(model, 1.0)
+    with pytest.raises(ValueError, match="^layer 'patch_embed.norm' has gamma=1.*set_gamma"):
+        model.switch_to_deploy()
+    set_gamma(model, 0)
+    assert_folds(model, PADDED)

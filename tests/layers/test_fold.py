@@ -122,7 +122,9 @@ def test_what_cannot_be_folded_is_named():
         check_foldable(model)
     model.eval()
     model[1][0].set_gamma(0.25)
-    with pytest.raises(ValueError, match=r"^layer '1\.0' has gamma=0\.25: its LayerNorm is still in use.*GammaDecayHook"):
+    with pytest.raises(
+        ValueError, match=r"^layer '1\.0' has gamma=0\.25: its LayerNorm is still in use.*GammaDecayHook"
+    ):
         check_foldable(model)
     model[1][0].set_gamma(0)
     model[2].gamma.fill_(0.5)  # past set_gamma
