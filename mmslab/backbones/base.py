@@ -192,7 +192,7 @@ class SLABBackbone(BaseModule):
         """The stage's position embedding and blocks, without what leads to the next stage."""
         if stage.pos_embed is not None:
             x = stage.pos_embed(x)
-        if self.deploy and may_overwrite(x):
+        if self.deploy and may_overwrite(x, stage):
             x = x.contiguous()  # a tensor that patch embedding or downsampling has just made
             for block in stage.blocks:
                 block.update_(x)
