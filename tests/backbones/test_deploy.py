@@ -313,6 +313,22 @@ def test_gradients_for_the_image(family):
     assert_relative(grads[1], grads[0], 1e-11)
 
 
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_parameter_that_is_trained_again(family):
+    """Folding freezes all; what is unfrozen afterwards gets its gradient, here against finite differences."""
+    deployed, x = folded_copy(ready(FAMILIES[family]()).double()), torch.randn(1, 3, *PADDED, dtype=torch.float64)
+    weight = deployed.layers[0].blocks[0].mlp.fc2.weight.requires_grad_()
+    sum(o.square().sum() for o in deployed(x)).backward()
+    values = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            weight[3, 2] += step
+            values.append(sum(o.square().sum() for o in deployed(x)))
+            weight[3, 2] -= step
+    want = (values[0] - values[1]) / 2e-6
+    assert abs(weight.grad[3, 2] - want) <= 1e-6 * weight.grad.abs().max()
+
+
 @pytest.mark.parametrize('attn', ['sla', 'softmax'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_mixed_precision(family, attn):
