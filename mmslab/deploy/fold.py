@@ -33,8 +33,8 @@ def fold(model: nn.Module) -> nn.Module:
         if isinstance(module, SLABBackbone):
             module.switch_to_deploy()
     _fold_outputs(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+    for parent in [m for m in model.modules() if not isinstance(m, PRepBN)]:
+        for name, child in list(parent._modules.items()):  # named_children() gives a shared norm only once
             if isinstance(child, (PRepBN, RepBN)):
                 setattr(parent, name, folded(child))
     return model
