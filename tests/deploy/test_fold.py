@@ -303,3 +303,14 @@ def test_a_backbone_alone_and_other_models():
     assert is_folded(nn.Linear(3, 3)) and not is_folded(pair)
     with pytest.raises(ValueError, match="^layer '0.layers.0.blocks.0.norm1' has gamma=1"):
         fold(pair)
+
+
+def test_a_norm_in_several_places():
+    norm = PRepBN(4, gamma=0.0)
+    model = nn.Sequential(nn.Linear(4, 4), norm, norm, nn.Sequential(nn.Linear(4, 4), norm))
+    model = randomize_gently(model, std=0.5).eval().double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    want = model(x)
+    fold(model)
+    assert kinds(model, Affine) == ['1', '2', '3.1'] and not kinds(model, PRepBN, RepBN)
+    assert_relative(model(x), want, 1e-14)
