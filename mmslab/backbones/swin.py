@@ -74,15 +74,21 @@ class SwinBlock(TransformerBlock):
 
         Padding is zeros after the norm. Once the norm is folded no input of the projection need stand for them (where
         a channel's scale is 0 there is none), but their queries, keys and values are known: the projection's former bias.
+        An attention that projects otherwise, as one with a spatial reduction, keeps a scale and a shift in front of it.
         """
-        if getattr(self.attn, 'absorb', None) is not None:
-            self.projects_map = True
+        self.projects_map = getattr(self.attn, 'absorb', None) is not None and all(
+            hasattr(self.attn, name) for name in ('qkv', 'mix', 'proj')
+        )
+        if self.projects_map:
             bias = self.attn.qkv.bias
             padding = (
                 self.attn.qkv.weight.new_zeros(self.attn.qkv.out_features) if bias is None else bias.detach().clone()
             )
             self.register_buffer('qkv_of_padding', padding)
         super().switch_to_deploy()
+
+    def takes_norm1(self) -> Optional[nn.Module]:
+        return self.attn if self.projects_map else None
 
     def add_attention_(self, x: Tensor) -> None:
         if not self.projects_map:

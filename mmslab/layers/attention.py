@@ -7,7 +7,8 @@ a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more
 ``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
 
 For inference a block offers the norm before it to ``attn.absorb(scale, shift)``. An attention without that method
-keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``.
+keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``. SLABSwin, which
+pads between the norm and the attention, offers it only where there are ``qkv``, ``mix`` and ``proj`` too.
 """
 
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .fold import fold_forward, folded_back
-from .inference import conv_of_patches, may_overwrite, use_channels_last
+from .inference import conv_of_patches, is_traced, use_channels_last
 from .norm import build_norm
 from .windows import Size
 
@@ -100,7 +101,7 @@ class _SelfAttention(BaseModule):
         if self.sr_ratio == 1:
             return self.qkv(x).chunk(3, dim=-1)
         (H, W), s = hw_shape, self.sr_ratio
-        if self.deploy and H >= s and W >= s and may_overwrite(x):
+        if self.deploy and H >= s and W >= s and not is_traced(x):
             reduced = conv_of_patches(self.sr, x.view(x.shape[0], H, W, -1)).flatten(1, 2)
             return (self.q(x), *self.kv(self.norm(reduced)).chunk(2, dim=-1))
         grid = x.transpose(1, 2).reshape(x.shape[0], -1, H, W)
@@ -123,6 +124,7 @@ class _SelfAttention(BaseModule):
             use_channels_last(self.sr)
             self.register_buffer('sr_shift', self.sr.weight.new_zeros(self.sr.weight.shape[0], *self.sr.kernel_size))
 
+    @torch.no_grad()
     def absorb(self, scale: Tensor, shift: Tensor) -> None:
         """Takes over a norm before it: ``attn(x)`` becomes what ``attn(scale * x + shift)`` was, in the inference form."""
         if self.sr_ratio == 1:

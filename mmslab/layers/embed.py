@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .attention import resize_positional_encoding
 from .fold import fold_forward, folded_back
-from .inference import conv_of_patches, may_overwrite, use_channels_last
+from .inference import conv_of_patches, is_traced, use_channels_last
 from .norm import build_norm
 from .windows import Size
 
@@ -43,7 +43,7 @@ class ConvDownsample(nn.Module):
         self.norm = nn.Identity() if norm_cfg is None else build_norm(norm_cfg, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.deploy and self.pads_to_stride and may_overwrite(x):
+        if self.deploy and self.pads_to_stride and not is_traced(x):
             return self.norm(conv_of_patches(self.proj, self.pad(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)))
         return self.embed(x.permute(0, 3, 1, 2))
 

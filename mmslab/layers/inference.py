@@ -16,10 +16,16 @@ from torch import Tensor
 PIECE = 2**20  # elements of the widest intermediate result, 4 MB in float32
 
 
-def may_overwrite(x: Tensor) -> bool:
-    """Whether nothing records the operations on ``x``, so that a result may be written over it."""
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta
-    return not recorded and not (torch.is_grad_enabled() and x.requires_grad)
+def is_traced(x: Tensor) -> bool:
+    """Whether operations on ``x`` make a graph for later, of a compiler, a tracer or an export."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta
+
+
+def may_overwrite(x: Tensor, module: nn.Module) -> bool:
+    """Whether nothing records the operations of ``module`` on ``x``, so that a result may be written over it."""
+    if is_traced(x):
+        return False
+    return not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in module.parameters()))
 
 
 def rows_in_piece(x: Tensor, width: int, least: int = 512) -> int:
