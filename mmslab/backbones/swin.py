@@ -91,10 +91,10 @@ class SwinBlock(TransformerBlock):
         return self.attn if self.projects_map else None
 
     def add_attention_(self, x: Tensor) -> None:
-        if not self.projects_map:
-            return super().add_attention_(x)
         B, H, W, C = x.shape
         window, shift = self.window_of((H, W))
+        if not self.projects_map or window == (H, W):  # a window that is the map needs no indices
+            return super().add_attention_(x)
         N = window[0] * window[1]
         masked = getattr(self.attn, 'uses_mask', False)
         max_windows = max(rows_in_piece(x, 3 * C) // N, 1)

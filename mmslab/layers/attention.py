@@ -22,7 +22,7 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .fold import fold_forward, folded_back
-from .inference import conv_of_patches, is_traced, use_channels_last
+from .inference import conv_of_patches, is_traced, may_overwrite, use_channels_last
 from .norm import build_norm
 from .windows import Size
 
@@ -200,7 +200,11 @@ class _LinearAttention(_SelfAttention):
         encoding, size = self.positional_encoding, self.reduced_size(hw_shape)
         if size != self.encoding_size:
             encoding = resize_positional_encoding(encoding, self.encoding_size, size)
-        q, k = self.features(q, k + encoding)
+        if self.deploy and k.dtype == encoding.dtype and may_overwrite(k, self):
+            k = k.add_(encoding)  # q, k and v have just been computed
+        else:
+            k = k + encoding
+        q, k = self.features(q, k)
         out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(k.shape[1]))
         out = out.to(encoding.dtype)  # the weights': float32 under autocast, half in a model that was made so
         if self.sr_ratio > 1:  # the authors bring the values back to N tokens along the sequence, not on the map
@@ -346,7 +350,8 @@ class SimplifiedLinearAttention(_LinearAttention):
     """
 
     def features(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
-        return F.relu(q), F.relu(k)
+        in_place = self.deploy and may_overwrite(q, self) and may_overwrite(k, self)
+        return F.relu(q, in_place), F.relu(k, in_place)
 
 
 @MODELS.register_module()
