@@ -11,7 +11,7 @@ from torch import Tensor
 from .attention import resize_positional_encoding
 from .fold import fold_forward, folded_back
 from .norm import build_norm
-from .windows import Size
+from .windows import Size, padded_size, symbolic
 
 __all__ = ['MLP', 'ConvDownsample', 'DropPath', 'PatchEmbed', 'PositionEmbedding']
 
@@ -46,8 +46,9 @@ class ConvDownsample(nn.Module):
         """Takes the map as ``(B, in_channels, H, W)``."""
         s = self.stride
         H, W = x.shape[-2:]
-        if self.pads_to_stride and (H % s or W % s):
-            x = F.pad(x, (0, -W % s, 0, -H % s))
+        if self.pads_to_stride and (symbolic(H, W) or H % s or W % s):
+            Hp, Wp = padded_size((H, W), (s, s))
+            x = F.pad(x, (0, Wp - W, 0, Hp - H))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def switch_to_deploy(self) -> None:
@@ -128,7 +129,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, H, W, C = x.shape
         of_token, of_map = self.weight.tensor_split([0 if self.cls_token is None else 1], dim=1)
-        if (H, W) != self.grid:
+        if symbolic(H, W) or (H, W) != self.grid:
             of_map = resize_positional_encoding(of_map, self.grid, (H, W), self.mode)
         if self.cls_token is None:
             return self.drop(x + of_map.view(1, H, W, C))
