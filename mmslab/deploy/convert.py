@@ -95,7 +95,12 @@ def deploy(
     """
     cfg = load_config(config, options)
     _check_mmdet(cfg)
-    _check_backbone(cfg, config)
+    check_backbone(cfg, config)
+    if cfg.model.backbone.get('deploy'):
+        raise ValueError(
+            f'config {str(config)!r} is of a folded model already (model.backbone.deploy is True). Give the config that the '
+            'model was trained with.'
+        )
     _check_checkpoint(checkpoint, 'checkpoint')
     targets = [Path(out) / f'{Path(config).stem}_deploy.py', Path(out) / f'{Path(checkpoint).stem}_deploy.pth']
     present = [p for p in targets if p.exists()]
@@ -213,11 +218,11 @@ def outputs(model: nn.Module, image: Tensor, proposals: Optional[list] = None) -
     return out
 
 
-def table(differences: Sequence[Difference]) -> Table:
+def table(differences: Sequence[Difference], what: str = 'folded') -> Table:
     """The differences in a table, an output in a row and an image size in a column."""
     sizes = list(dict.fromkeys(d.size for d in differences))
-    made = Table(title='folded against original, random images: largest difference over largest magnitude')
-    made.add_column('output')
+    made = Table(title=f'{what} against original')
+    made.add_column('relative difference')
     for height, width in sizes:
         made.add_column(f'{height}x{width}', justify='right')
     for output in dict.fromkeys(d.output for d in differences):
@@ -268,18 +273,14 @@ def _of(model: nn.Module, package: str) -> bool:
     return any(c.__module__.split('.')[0] == package for c in type(model).__mro__)
 
 
-def _check_backbone(cfg: Config, config: PathLike) -> None:
+def check_backbone(cfg: Config, config: PathLike) -> None:
+    """Raises ValueError, naming ``config``, unless the model of ``cfg`` has a backbone of mmslab."""
     backbone = (cfg.get('model') or {}).get('backbone') or {}
     made = MODELS.get(backbone['type']) if isinstance(backbone.get('type'), str) else backbone.get('type')
     if not (isinstance(made, type) and issubclass(made, SLABBackbone)):
         raise ValueError(
             f'config {str(config)!r} has no backbone of mmslab (model.backbone.type is {backbone.get("type")!r}), so there is '
             'nothing to fold. Give a config with SLABSwin, SLABPVT, SLABDeiT or SLABCSWin.'
-        )
-    if backbone.get('deploy'):
-        raise ValueError(
-            f'config {str(config)!r} is of a folded model already (model.backbone.deploy is True). Give the config that the '
-            'model was trained with.'
         )
 
 
