@@ -52,7 +52,8 @@ def export(
         checkpoint (str | Path): Its weights.
         out (str | Path): The file to write: ``.onnx``, run in onnxruntime, or ``.pt2``, ``torch.export``'s format.
             From a .pt2 take ``torch.export.load(out).module(check_guards=False)``: the guards tell one window from
-            several, which the graph does not care about.
+            several, which the graph does not care about. What is left is a least height and width, of more than one
+            stripe for SLABCSWin, which it names when given less.
         part (str): 'backbone' (default), or 'model', see :func:`part_of`.
         size (tuple[int, int], optional): Height and width, if the graph shall take images of this size alone.
             By default it takes every size.
@@ -145,7 +146,7 @@ def part_of(model: nn.Module, part: str) -> Tuple[nn.Module, List[str]]:
       takes.
 
     Anchors, the choice of proposals, non-maximum suppression and the second stage are left to the caller: mmdet's
-    own code for them needs Python lists and compiled operators that ONNX has no counterpart for.
+    code for them branches on the data and calls mmcv's compiled operators, which no exporter follows.
     """
     if part == 'backbone':
         return _Part(model.backbone, lambda m, x: _tensors(m(x))), [f'map{i}' for i in model.backbone.out_indices]

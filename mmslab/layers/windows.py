@@ -45,10 +45,7 @@ def padded_size(hw: Size, window: Size) -> Size:
 
 
 def centering(hw: Size, window: Size) -> Size:
-    """Rows and columns of zeros to put at the top and left, so that padding to windows surrounds the map evenly.
-
-    What is missing at the bottom and right, the same or one more, :func:`window_partition` adds.
-    """
+    """Rows and columns of padding to put at the top and left; as many, or one more, go to the bottom and right."""
     padded = padded_size(hw, window)
     return (padded[0] - hw[0]) // 2, (padded[1] - hw[1]) // 2
 

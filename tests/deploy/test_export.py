@@ -42,17 +42,17 @@ FAMILIES = dict(
     ),
     cswin=dict(
         type='SLABCSWin',
-        arch=dict(embed_dims=8, depths=(1, 1, 1), num_heads=(2, 2, 2)),
-        attn=('sla', 'softmax', 'softmax'),
-        split_sizes=(1, 3, 2),
-        sla_split_sizes=(7, 7, 7),
+        arch=dict(embed_dims=8, depths=(1, 1), num_heads=(2, 2)),
+        attn=('sla', 'softmax'),
+        split_sizes=(1, 7),
+        sla_split_sizes=(7, 7),
         pretrain_img_size=64,
         norm_cfg=NORM,
-        out_indices=(0, 1, 2),
+        out_indices=(0, 1),
     ),
 )
-# whole windows, padded ones, a map within one window, a long one
-SIZES = ((160, 80), (100, 75), (33, 30), (34, 190))
+# whole windows, padded ones, few, many
+SIZES = ((160, 80), (100, 75), (33, 34), (34, 190))
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -63,9 +63,12 @@ def test_a_backbone_as_a_graph_takes_images_of_any_size(family, tmp_path):
     program = to_program(folded, (96, 128))
     names = [f'map{i}' for i in folded.out_indices]
     to_onnx(program, tmp_path / 'graph.onnx', names)
-    torch.export.save(program, tmp_path / 'graph.pt2')
     run = onnx_runner(tmp_path / 'graph.onnx')
-    module = torch.export.load(tmp_path / 'graph.pt2').module(check_guards=False)
+    tiny = torch.randn(1, 3, 18, 17)  # one window; torch's own graph says where it wants more than one
+    if family != 'pvt':
+        for a, e in zip(run(tiny), original(tiny)):
+            assert_relative(a, e, 1e-4)
+    module = program.module(check_guards=False)
     for size in SIZES:
         image = torch.randn(1, 3, *size)
         with torch.no_grad():
@@ -106,6 +109,9 @@ def test_a_classifier_of_one_size(tmp_path):
     with torch.no_grad():
         expected = original(image, mode='tensor').softmax(-1)
     assert_relative(onnx_runner(tmp_path / 'graph.onnx')(image)[0], expected, 1e-4)
+    export(path, weights, tmp_path / 'graph.pt2', part='model', size=(64, 64))
+    (scores,) = torch.export.load(tmp_path / 'graph.pt2').module(check_guards=False)(image)
+    assert_relative(scores, expected, 1e-4)
 
 
 def test_bad_input_is_named_before_anything_is_written(tmp_path, monkeypatch):
