@@ -64,7 +64,7 @@ def build_trainer(
             work_dir that cannot be written, ``auto_scale_lr`` without a base batch size.
     """
     cfg = load_config(config, options, launcher)
-    _check_mmdet(cfg)
+    check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
     if amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
@@ -81,7 +81,7 @@ def build_trainer(
         cfg.resume, cfg.load_from = True, resume
     check_datasets(cfg, ('train', 'val'))
     if cfg.get('load_from'):
-        _check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
+        check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
     _check_init_cfg(cfg.get('model'))
     if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper' and not torch.cuda.is_available():
         raise ValueError(
@@ -125,16 +125,16 @@ def build_tester(
         show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
     """
     cfg = load_config(config, options, launcher)
-    _check_mmdet(cfg)
+    check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
     if out is not None and not str(out).endswith(('.pkl', '.pickle')):
         raise ValueError(f'--out must name a .pkl file, but got {str(out)!r}.')
     if out is not None and os.path.exists(out):
         raise FileExistsError(f'--out {str(out)!r} exists. Choose another name.')
     check_datasets(cfg, ('test',))
-    _check_checkpoint(checkpoint, 'checkpoint')
+    check_checkpoint(checkpoint, 'checkpoint')
     check_writable(cfg.work_dir, 'work_dir')
-    _without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
+    without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
     cfg.load_from = str(checkpoint)
     if show or show_dir:
         hooks = cfg.default_hooks
@@ -199,10 +199,10 @@ def infer(
         raise ValueError(
             f'out={str(out)!r} is where the images are, which would be overwritten. Choose another folder.'
         )
-    _check_device(device)
-    _check_checkpoint(checkpoint, 'checkpoint')
+    check_device(device)
+    check_checkpoint(checkpoint, 'checkpoint')
     cfg = load_config(config)
-    _without_init_cfg(cfg.get('model'))
+    without_init_cfg(cfg.get('model'))
     written = [Path(out) / f.name for f in files]
     present = [p for p in written if p.exists()]
     if present and not force:
@@ -221,21 +221,26 @@ def infer(
     return written
 
 
-def _check_device(device: Optional[str]) -> None:
+def check_device(device: Optional[str]) -> None:
+    """Raises ValueError unless ``device`` is None, or one that torch knows and that is there."""
     try:
         kind = None if device is None else torch.device(device).type
     except RuntimeError as e:
         raise ValueError(f"device {device!r} is none that torch knows. Use 'cpu' or 'cuda:0'.") from e
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ValueError(f"device {device!r}: there is no GPU here. Use 'cpu'.")
+    if kind == 'cuda' and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise ValueError(f'device {device!r}: the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}.')
 
 
-def _check_mmdet(cfg: Config) -> None:
+def check_mmdet(cfg: Config) -> None:
+    """Raises ImportError if ``cfg`` needs mmdet and it, or mmcv's compiled ops, are missing."""
     if cfg.get('default_scope') == 'mmdet':
         check_detection()
 
 
-def _check_checkpoint(path: PathLike, name: str) -> None:
+def check_checkpoint(path: PathLike, name: str) -> None:
+    """Raises FileNotFoundError, calling it ``name``, if ``path`` is a local file that does not exist."""
     if '://' not in str(path) and not os.path.isfile(path):
         raise FileNotFoundError(f'{name} {str(path)!r} does not exist. Give the path of a .pth file.')
 
@@ -260,6 +265,16 @@ def _check_init_cfg(model: Any) -> None:
             )
 
 
-def _without_init_cfg(model: Any) -> None:
+def without_init_cfg(model: Any) -> None:
+    """Removes from a model's config, in place, all pre-trained weights: ``init_cfg`` and the older ``pretrained``."""
     for node in list(_init_cfgs(model)):
         node['init_cfg'] = None
+    _without_pretrained(model)
+
+
+def _without_pretrained(node: Any) -> None:
+    if isinstance(node, dict):
+        if node.get('pretrained'):
+            node['pretrained'] = False if node['pretrained'] is True else None
+        for value in node.values():
+            _without_pretrained(value)

@@ -338,7 +338,7 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError, ValueError: See :func:`read_state_dict`; ValueError also for a checkpoint of another
-            architecture or of another norm. Nothing is loaded then.
+            architecture or of another norm, or if just one of checkpoint and backbone is folded. Nothing is loaded then.
     """
     name = 'dict' if isinstance(checkpoint, dict) else str(checkpoint)
     model = backbone.module if is_model_wrapper(backbone) else backbone
@@ -351,6 +351,7 @@ def load_pretrained(
         report.unused += [k for k in state if not k.startswith(prefix)]
         state = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
     target = model.state_dict()
+    _check_form(model, state, repr(name))
     state = _fit_projections(state, lambda at: f'{at}q.weight' not in target)
     state = _fit_norms(state, model, name)
     fitted: StateDict = {}
@@ -392,7 +393,11 @@ def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike, dict], name
     """
     name = name or repr(str(checkpoint))
     state = read_state_dict(checkpoint, name=name)
-    target = (model.module if is_model_wrapper(model) else model).state_dict()
+    model = model.module if is_model_wrapper(model) else model
+    target = model.state_dict()
+    for at, module in model.named_modules():
+        prefix = f'{at}.' if at else ''
+        _check_form(module, {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}, name)
     # what authors leave in their weights without using it, as the class token of an SLA DeiT, may be there too
     wrong = [k for k in target if k not in state] or [
         k for k in state if k not in target and not _MAY_BE_UNUSED.search(k)
@@ -410,6 +415,39 @@ def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike, dict], name
                 f'checkpoint {name} is not of this config: {key!r} is {tuple(state[key].shape)} there and '
                 f'{tuple(value.shape)} in the model. Give the config that it was trained with.'
             )
+
+
+# What only a folded backbone has, and what only another has. LayerNorms are in both.
+_OF_FOLDED = re.compile(r'\.qkv_of_padding$|\.attn\.(bias|sr_shift)$|(^|\.)norm\d*\.(scale|shift)$')
+_OF_UNFOLDED = re.compile(r'(^|\.)norm\d*\.(repbn\.|eta$|bn\.)|\.relative_position_bias_table$')
+
+
+def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
+    """Raises ValueError if ``backbone`` is one of this package, and one of it and ``state`` is folded, the other not."""
+    if not hasattr(backbone, 'deploy') or not hasattr(backbone, 'patch_embed'):
+        return
+    blocks = [k for k in state if re.match(r'layers\.\d+\.blocks\.', k)]
+    lacking = [k for k in backbone.state_dict() if _OF_FOLDED.search(k) and k not in state]
+    folded = None
+    if any(_OF_FOLDED.search(k) for k in state) or (blocks and not any('.norm1.' in k for k in blocks)):
+        folded = True
+    elif any(_OF_UNFOLDED.search(k) for k in state) or (blocks and lacking):
+        folded = False
+    if folded and not backbone.deploy:
+        raise ValueError(
+            f'checkpoint {name} is folded: its norms have become part of other layers. Set deploy=True in the config of '
+            'the backbone.'
+        )
+    if folded is False and backbone.deploy:
+        raise ValueError(
+            f'checkpoint {name} is not folded, but the {type(backbone).__name__} is built with deploy=True. Run '
+            'tools/deploy.py on it, or set deploy=False.'
+        )
+    if folded and lacking and all(re.match(r'norm\d+\.', k) for k in lacking):
+        raise ValueError(
+            f'checkpoint {name} is folded, its output norms into the layers after the backbone: it lacks {lacking[0]!r}. '
+            'Set out_norm_cfg=None in the config of the backbone.'
+        )
 
 
 def _fit_norms(state: StateDict, model: nn.Module, name: str) -> StateDict:

@@ -1,8 +1,10 @@
 import copy
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.runner import load_checkpoint
 
@@ -10,11 +12,14 @@ from mmslab import checkpoints
 from mmslab.backbones import SLABPVT, SLABCSWin, SLABDeiT, SLABSwin
 from mmslab.checkpoints import canonical, convert, load_file, load_pretrained, read_state_dict
 
-from .conftest import assert_relative, golden, randomize
+from .conftest import assert_relative, golden, randomize, randomize_gently
 
 ARCH = dict(embed_dims=12, depths=(2, 2, 2, 1), num_heads=(1, 2, 2, 4))
 SOFTMAX = dict(attn='softmax', window_sizes=7)
 LN = dict(norm_cfg=dict(type='LN'))
+PVT_ARCH = dict(embed_dims=(8, 8, 16, 16), depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratios=(2, 2, 2, 2))
+DEIT_ARCH = dict(embed_dims=24, depth=2, num_heads=3)
+CSWIN_ARCH = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(2, 2, 4, 4))
 
 
 def swin(**kwargs):
@@ -277,6 +282,94 @@ def test_a_whole_classifier_goes_into_mmpretrain(tmp_path, name, config):
     assert not any('head' in k for k in read_state_dict(tmp_path / 'bare.pth'))
     with pytest.raises(ValueError, match="head must be one of .*'both'"):
         convert(tmp_path / 'in.pth', tmp_path / 'no.pth', head='both')
+
+
+PREPBN = dict(norm_cfg=dict(type='PRepBN', gamma=0.0), out_norm_cfg=dict(type='PRepBN', gamma=0.0))
+FOLDING = {
+    'swin-sla': (swin, PREPBN),
+    'swin-softmax': (swin, dict(**SOFTMAX, **PREPBN)),
+    'swin-bn-ffn': (swin, dict(norm_cfg=dict(type='BN'), ffn_norm_cfg=dict(type='BN'))),
+    'swin-ln': (swin, dict(**SOFTMAX, **LN)),  # its norms stay; only the windows' terms are prepared
+    'swin-ln-sla': (swin, dict(attn='sla', **LN)),
+    'pvt-sla': (SLABPVT, dict(arch=PVT_ARCH, **PREPBN)),
+    'pvt-ln': (SLABPVT, dict(arch=PVT_ARCH, attn='softmax', **LN)),
+    'deit': (SLABDeiT, dict(arch=DEIT_ARCH, **PREPBN)),
+    'cswin': (SLABCSWin, dict(arch=CSWIN_ARCH, **PREPBN)),
+}
+
+
+def pretrained(tmp_path, make, kwargs, content, **more):
+    """A backbone with ``content``, as a file, through ``init_cfg``."""
+    path = saved(tmp_path, content)
+    model = make(**kwargs, **more, init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+    model.init_weights()
+    return model
+
+
+@pytest.mark.parametrize('prefix', ['', 'backbone.'])
+@pytest.mark.parametrize('make, kwargs', FOLDING.values(), ids=FOLDING)
+def test_folded_checkpoints_and_unfolded_ones(tmp_path, make, kwargs, prefix):
+    """Each loads into the form that it is of; into the other one nothing is loaded, and the error says what to do."""
+    model = randomize_gently(make(**kwargs)).eval()
+    plain = {prefix + k: v for k, v in model.state_dict().items()}
+    want = outputs(model)
+    model.switch_to_deploy()
+    folded = {prefix + k: v for k, v in model.state_dict().items()}
+
+    deployed = pretrained(tmp_path, make, kwargs, dict(state_dict=folded), deploy=True)
+    for out, of_file, of_plain in zip(outputs(deployed), outputs(model), want):
+        assert torch.equal(out, of_file)
+        assert_relative(out, of_plain, 1e-5)
+    wrap = (lambda m: nn.ModuleDict(dict(backbone=m))) if prefix else (lambda m: m)
+    checkpoints.check_fits(wrap(deployed), folded)
+    checkpoints.check_fits(wrap(make(**kwargs)), plain)
+    report = load_pretrained(deployed, folded)
+    assert not report.new and not report.unused and not report.resized
+
+    for state, deploy, message in (
+        (
+            plain,
+            True,
+            r"w\.pth' is not folded, but the SLAB.* deploy=True. Run tools/deploy.py on it, or set deploy=False",
+        ),
+        (folded, False, r"w\.pth' is folded.* Set deploy=True in the config"),
+    ):
+        other = make(**kwargs, deploy=deploy)
+        before = copy.deepcopy(other.state_dict())
+        path = saved(tmp_path, state)
+        for load in (load_pretrained, lambda m, path: checkpoints.check_fits(wrap(m), path)):
+            with pytest.raises(ValueError, match=message):
+                load(other, path)
+        with pytest.raises(ValueError, match=message):
+            pretrained(tmp_path, make, kwargs, state, deploy=deploy)
+        assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
+
+
+def test_a_backbone_that_folding_leaves_alone_loads_either_way():
+    kwargs = dict(arch=DEIT_ARCH, out_norm_cfg=dict(type='LN'), **LN)
+    plain, deployed = randomize(SLABDeiT(**kwargs)), SLABDeiT(**kwargs, deploy=True)
+    load_pretrained(deployed, plain.state_dict())
+    assert_relative(outputs(deployed)[0], outputs(plain)[0], 1e-6)
+    load_pretrained(SLABDeiT(**kwargs), deployed.state_dict())
+
+
+def test_output_norms_that_went_into_the_neck_are_named():
+    state = {k: v for k, v in swin(deploy=True, **PREPBN).state_dict().items() if not re.match(r'norm\d\.', k)}
+    for deployed in (swin(deploy=True, **PREPBN), swin(deploy=True, out_norm_cfg=dict(type='BN'))):
+        for load in (load_pretrained, checkpoints.check_fits):
+            with pytest.raises(
+                ValueError, match="folded, its output norms into.*lacks 'norm0.scale'.*out_norm_cfg=None"
+            ):
+                load(deployed, state)
+    load_pretrained(swin(deploy=True, out_norm_cfg=None), state)
+
+
+def test_other_models_are_told_nothing_of_folding():
+    """A detector without our backbones, and a checkpoint without blocks."""
+    with pytest.raises(ValueError, match="not of this config: it lacks 'weight'"):
+        checkpoints.check_fits(nn.Linear(2, 2), swin(deploy=True).state_dict())
+    with pytest.raises(ValueError, match='no tensor of SLABSwin'):
+        load_pretrained(swin(deploy=True), dict(a=torch.zeros(2)))
 
 
 def saved(tmp_path: Path, content) -> Path:

@@ -57,9 +57,13 @@ class TransformerBlock(nn.Module):
         for module in (self.attn, self.mlp):
             if hasattr(module, 'switch_to_deploy'):
                 module.switch_to_deploy()
-        self.norm1 = folded(self.norm1, self.attn)
+        self.norm1 = folded(self.norm1, self.takes_norm1())
         self.norm2 = folded(self.norm2, self.mlp)
         self.drop_path = nn.Identity()
+
+    def takes_norm1(self) -> Optional[nn.Module]:
+        """What ``norm1`` goes into, if that can take it."""
+        return self.attn
 
     def update_(self, x: Tensor) -> Tensor:
         """What ``forward`` does, written over ``x``, contiguous; for the inference form alone."""
@@ -188,7 +192,7 @@ class SLABBackbone(BaseModule):
         """The stage's position embedding and blocks, without what leads to the next stage."""
         if stage.pos_embed is not None:
             x = stage.pos_embed(x)
-        if self.deploy and may_overwrite(x):
+        if self.deploy and may_overwrite(x, stage):
             x = x.contiguous()  # a tensor that patch embedding or downsampling has just made
             for block in stage.blocks:
                 block.update_(x)

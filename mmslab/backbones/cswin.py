@@ -118,11 +118,11 @@ class CrossShapedAttention(nn.Module):
         for branch, (attn, lepe) in enumerate(zip(self.branches, self.lepe)):
             window = self.stripe(branch, hw_shape)
             top, left = centering(hw_shape, window)
-            grid = qkv[..., branch, :].flatten(3)
+            maps = qkv[..., branch, :].unbind(3)
             Hp, Wp = padded_size(hw_shape, window)
             if symbolic(H, W) or (Hp, Wp) != (H, W):
-                grid = F.pad(grid, (0, 0, left, Wp - W - left, top, Hp - H - top))
-            q, k, v = window_partition(grid, window).chunk(3, dim=-1)
+                maps = [F.pad(t, (0, 0, left, Wp - W - left, top, Hp - H - top)) for t in maps]
+            q, k, v = (window_partition(t, window) for t in maps)
             local = lepe(v.transpose(1, 2).unflatten(2, window)).flatten(2).transpose(1, 2)
             out = window_reverse(attn.mix(q, k, v, window) + local, (Hp, Wp), window)
             outs.append(out.narrow(1, top, H).narrow(2, left, W))

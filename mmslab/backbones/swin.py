@@ -2,6 +2,7 @@
 
 from typing import Optional, Sequence, Tuple, Union
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.registry import MODELS
@@ -73,15 +74,21 @@ class SwinBlock(TransformerBlock):
 
         Padding is zeros after the norm. Once the norm is folded no input of the projection need stand for them (where
         a channel's scale is 0 there is none), but their queries, keys and values are known: the projection's former bias.
+        An attention that projects otherwise, as one with a spatial reduction, keeps a scale and a shift in front of it.
         """
-        if getattr(self.attn, 'absorb', None) is not None:
-            self.projects_map = True
+        self.projects_map = getattr(self.attn, 'absorb', None) is not None and all(
+            hasattr(self.attn, name) for name in ('qkv', 'mix', 'proj')
+        )
+        if self.projects_map:
             bias = self.attn.qkv.bias
             padding = (
                 self.attn.qkv.weight.new_zeros(self.attn.qkv.out_features) if bias is None else bias.detach().clone()
             )
             self.register_buffer('qkv_of_padding', padding)
         super().switch_to_deploy()
+
+    def takes_norm1(self) -> Optional[nn.Module]:
+        return self.attn if self.projects_map else None
 
     def add_attention_(self, x: Tensor) -> None:
         if not self.projects_map:
@@ -96,7 +103,9 @@ class SwinBlock(TransformerBlock):
             qkv = self.attn.qkv(self.norm1(rows.index_select(0, piece.tokens)))
             if piece.padding is not None:
                 qkv[piece.padding] = self.qkv_of_padding.to(qkv.dtype)
-            out = self.attn.mix(*qkv.view(-1, N, 3 * C).chunk(3, dim=-1), window, mask=piece.mask).view(-1, C)
+            qkv = qkv.view(-1, N, 3 * C).split([n for n, _ in piece.runs])
+            outs = [self.attn.mix(*t.chunk(3, dim=-1), window, mask=mask) for t, (_, mask) in zip(qkv, piece.runs)]
+            out = (torch.cat(outs) if len(outs) > 1 else outs[0]).view(-1, C)
             if piece.kept is not None:
                 out = out.index_select(0, piece.kept)
             rows.index_add_(0, piece.target, self.attn.proj(out).to(rows.dtype))

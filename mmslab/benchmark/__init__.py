@@ -1,1 +1,1 @@
-"""Figures of models: what they cost, beside what the paper says."""
+"""Figures of models: what they cost, measured and computed, beside what the paper says."""

@@ -11,6 +11,7 @@ import yaml
 from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
+from torch import Tensor
 
 FLOPS_KEY = 'GFLOPs (paper)'
 TOLERANCE = 0.05  # the paper rounds to one digit, which alone is up to 4.5%
@@ -57,15 +58,17 @@ def read_metafile(index: Union[str, os.PathLike] = 'model-index.yml') -> List[di
     return models
 
 
-def count(model: nn.Module, input_shape: Tuple[int, int, int]) -> Tuple[float, float]:
-    """FLOPs (multiply-adds) of one image of ``input_shape``, (channels, height, width), and parameters.
+def count(model: nn.Module, image: Union[Tuple[int, int, int], Tensor]) -> Tuple[float, float]:
+    """FLOPs (multiply-adds) of one ``image``, a (channels, height, width) or a tensor (1, ...) of them, and parameters.
 
     By mmengine's counter, which follows the operations of a forward: those of SLA are the matrix products that were
     taken, ``q (k^T v)`` or ``(q k^T) v``, whichever is cheaper, and its convolution.
     """
     logging.disable(logging.WARNING)  # norms are operations that the counter does not know, and says so each time
     try:
-        info = get_model_complexity_info(model.eval(), input_shape, show_table=False, show_arch=False)
+        model.eval()  # which returns nothing for mmdet's Swin
+        given = dict(inputs=image) if isinstance(image, Tensor) else dict(input_shape=image)
+        info = get_model_complexity_info(model, **given, show_table=False, show_arch=False)
     finally:
         logging.disable(logging.NOTSET)
     return info['flops'], info['params']

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import checkpoints
-from ..apis import _check_checkpoint, _check_mmdet, _without_init_cfg, load_config
+from ..apis import check_checkpoint, check_mmdet, load_config, without_init_cfg
 from ..backbones.base import SLABBackbone
 from ..data.checks import check_writable
 from ..layers.fold import check_foldable
@@ -94,14 +94,14 @@ def deploy(
             gamma above 0; a folded model that differs from the original. Nothing is written then.
     """
     cfg = load_config(config, options)
-    _check_mmdet(cfg)
+    check_mmdet(cfg)
     check_backbone(cfg, config)
     if cfg.model.backbone.get('deploy'):
         raise ValueError(
             f'config {str(config)!r} is of a folded model already (model.backbone.deploy is True). Give the config that the '
             'model was trained with.'
         )
-    _check_checkpoint(checkpoint, 'checkpoint')
+    check_checkpoint(checkpoint, 'checkpoint')
     targets = [Path(out) / f'{Path(config).stem}_deploy.py', Path(out) / f'{Path(checkpoint).stem}_deploy.pth']
     present = [p for p in targets if p.exists()]
     if present and not force:
@@ -136,7 +136,7 @@ def load_model(cfg: Config, content: Any, name: str) -> nn.Module:
     model_cfg = copy.deepcopy(cfg.model)
     if cfg.get('data_preprocessor') is not None:  # as mmengine's Runner does
         model_cfg.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
-    _without_init_cfg(model_cfg)
+    without_init_cfg(model_cfg)
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     model = MODELS.build(model_cfg).eval()
     checkpoints.check_fits(model, content, name)
@@ -151,7 +151,7 @@ def deployed_config(cfg: Config, folded: nn.Module) -> Config:
         cfg.pop(key, None)
     if 'train_cfg' in cfg.model:
         cfg.model.train_cfg = None
-    _without_init_cfg(cfg.model)
+    without_init_cfg(cfg.model)
     cfg.model.backbone.update(deploy=True, init_cfg=None)
     backbone = folded.backbone
     if all(isinstance(getattr(backbone, f'norm{i}'), nn.Identity) for i in backbone.out_indices):

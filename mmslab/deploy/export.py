@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import checkpoints
-from ..apis import _check_checkpoint, _check_mmdet, load_config
+from ..apis import check_checkpoint, check_mmdet, load_config
 from ..backbones.base import SLABBackbone
 from ..backbones.swin import SwinBlock
 from ..data.checks import check_writable
@@ -84,9 +84,9 @@ def export(
     if out.suffix == '.onnx':
         check_onnx()
     cfg = load_config(config, options)
-    _check_mmdet(cfg)
+    check_mmdet(cfg)
     check_backbone(cfg, config)
-    _check_checkpoint(checkpoint, 'checkpoint')
+    check_checkpoint(checkpoint, 'checkpoint')
     if out.exists() and not force:
         raise FileExistsError(f'out {str(out)!r} exists. Choose another name, or pass --force to replace it.')
     checkpoints.use_safe_loading(trust_checkpoint)

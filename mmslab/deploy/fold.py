@@ -26,15 +26,14 @@ def fold(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If a layer is in training mode or has gamma above 0; it names the layer, and nothing has changed.
     """
-    if is_folded(model):
-        return model
-    check_foldable(model)
+    if not is_folded(model):
+        check_foldable(model)
     for module in list(model.modules()):
         if isinstance(module, SLABBackbone):
             module.switch_to_deploy()
     _fold_outputs(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+    for parent in [m for m in model.modules() if not isinstance(m, PRepBN)]:
+        for name, child in list(parent._modules.items()):  # named_children() gives a shared norm only once
             if isinstance(child, (PRepBN, RepBN)):
                 setattr(parent, name, folded(child))
     return model

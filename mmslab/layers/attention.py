@@ -7,7 +7,8 @@ a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more
 ``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
 
 For inference a block offers the norm before it to ``attn.absorb(scale, shift)``. An attention without that method
-keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``.
+keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``. SLABSwin, which
+pads between the norm and the attention, offers it only where there are ``qkv``, ``mix`` and ``proj`` too.
 """
 
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .fold import fold_forward, folded_back
+from .inference import conv_of_patches, is_traced, use_channels_last
 from .norm import build_norm
 from .windows import Size, symbolic
 
@@ -99,6 +101,9 @@ class _SelfAttention(BaseModule):
         if self.sr_ratio == 1:
             return self.qkv(x).chunk(3, dim=-1)
         (H, W), s = hw_shape, self.sr_ratio
+        if self.deploy and H >= s and W >= s and not is_traced(x):
+            reduced = conv_of_patches(self.sr, x.view(x.shape[0], H, W, -1)).flatten(1, 2)
+            return (self.q(x), *self.kv(self.norm(reduced)).chunk(2, dim=-1))
         grid = x.transpose(1, 2).reshape(x.shape[0], -1, H, W)
         if H < s or W < s:
             reduced = self._reduce_small(grid) if self.deploy else self.sr(_pad_to(grid, s))
@@ -116,8 +121,10 @@ class _SelfAttention(BaseModule):
         self.deploy = True
         if self.sr_ratio > 1:
             self.norm = folded_back(self.sr, self.norm)
+            use_channels_last(self.sr)
             self.register_buffer('sr_shift', self.sr.weight.new_zeros(self.sr.weight.shape[0], *self.sr.kernel_size))
 
+    @torch.no_grad()
     def absorb(self, scale: Tensor, shift: Tensor) -> None:
         """Takes over a norm before it: ``attn(x)`` becomes what ``attn(scale * x + shift)`` was, in the inference form."""
         if self.sr_ratio == 1:
@@ -127,6 +134,7 @@ class _SelfAttention(BaseModule):
         # what the shift adds at each place of the kernel, for maps that do not fill it
         self.sr_shift.copy_((self.sr.weight.double() * shift.view(1, -1, 1, 1)).sum(1))
         fold_forward(scale, shift, self.sr)
+        use_channels_last(self.sr)
 
     def _reduce_small(self, grid: Tensor) -> Tensor:
         """The spatial reduction of a map smaller than its kernel, of which only the part on the map counts."""
@@ -194,6 +202,7 @@ class _LinearAttention(_SelfAttention):
             encoding = resize_positional_encoding(encoding, self.encoding_size, size)
         q, k = self.features(q, k + encoding)
         out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(k.shape[1]))
+        out = out.to(encoding.dtype)  # the weights': float32 under autocast, half in a model that was made so
         if self.sr_ratio > 1:  # the authors bring the values back to N tokens along the sequence, not on the map
             v = F.interpolate(v.transpose(1, 2), size=q.shape[1], mode='linear').transpose(1, 2)
         return out + self.local(v, hw_shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention import resize_positional_encoding
 from .fold import fold_forward, folded_back
+from .inference import conv_of_patches, is_traced, use_channels_last
 from .norm import build_norm
 from .windows import Size, padded_size, symbolic
 
@@ -23,6 +24,8 @@ class ConvDownsample(nn.Module):
     padded with zeros at the bottom and right, so that H' = ceil(H / stride). With a larger kernel the convolution
     pads itself, by ``padding`` on all sides.
     """
+
+    deploy = False
 
     def __init__(
         self,
@@ -40,22 +43,26 @@ class ConvDownsample(nn.Module):
         self.norm = nn.Identity() if norm_cfg is None else build_norm(norm_cfg, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.deploy and self.pads_to_stride and not is_traced(x):
+            return self.norm(conv_of_patches(self.proj, self.pad(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)))
         return self.embed(x.permute(0, 3, 1, 2))
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Pads a map ``(B, C, H, W)`` to multiples of the stride."""
+        s = self.stride
+        H, W = x.shape[-2:]
+        Hp, Wp = padded_size((H, W), (s, s))
+        return F.pad(x, (0, Wp - W, 0, Hp - H)) if symbolic(H, W) or (Hp, Wp) != (H, W) else x
 
     def embed(self, x: Tensor) -> Tensor:
         """Takes the map as ``(B, in_channels, H, W)``."""
-        s = self.stride
-        H, W = x.shape[-2:]
-        if self.pads_to_stride and (symbolic(H, W) or H % s or W % s):
-            Hp, Wp = padded_size((H, W), (s, s))
-            x = F.pad(x, (0, Wp - W, 0, Hp - H))
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+        return self.norm(self.proj(self.pad(x) if self.pads_to_stride else x).permute(0, 2, 3, 1))
 
     def switch_to_deploy(self) -> None:
         """The inference form: the norm becomes part of the convolution before it."""
+        self.deploy = True
         self.norm = folded_back(self.proj, self.norm)
-        # so that the convolution gives maps in the order (B, H, W, C)
-        self.proj.weight.data = self.proj.weight.data.contiguous(memory_format=torch.channels_last)
+        use_channels_last(self.proj)
 
 
 class PatchEmbed(ConvDownsample):

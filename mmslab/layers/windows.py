@@ -141,23 +141,23 @@ class Windows(NamedTuple):
 
     ``tokens``: rows of ``(B * H * W, C)``, window after window, ``(n * h * w,)``; 0 at places of padding.
     ``padding``: which of ``tokens`` are padding, or None if none is. ``kept``: the others, then. ``target``: the
-    rows of ``kept``. ``mask``: bool, ``(h * w, h * w)``, the same for all n windows, or None.
+    rows of ``kept``. ``runs``: how many windows in succession have which mask, bool ``(h * w, h * w)`` or None.
     """
 
     tokens: Tensor
     padding: Optional[Tensor]
     kept: Optional[Tensor]
     target: Tensor
-    mask: Optional[Tensor]
+    runs: List[Tuple[int, Optional[Tensor]]]
 
 
 def window_indices(
     batch: int, hw: Size, window: Size, shift: Size, masked: bool, max_windows: int, device: torch.device
 ) -> List[Windows]:
-    """The windows that :func:`window_partition` cuts, as indices, at most ``max_windows`` in one piece.
+    """The windows that :func:`window_partition` cuts, as indices, in pieces of at most ``max_windows``.
 
-    Windows with the same mask come together, so that a piece has one mask: none in the interior of a map, and
-    one each at its right, its bottom and its corner.
+    Windows with the same mask stand together, so that it is there once for all of them: none in the interior of a
+    map, and one each at its right, its bottom and its corner.
 
     Args:
         batch (int): Maps.
@@ -176,33 +176,32 @@ def _build_indices(
     (H, W), (h, w), (Hp, Wp) = hw, window, padded_size(hw, window)
     places = torch.arange(1, batch * H * W + 1).view(batch, H, W, 1)  # from 1: what padding adds is 0
     places = window_partition(places, window, shift).view(-1, h * w)
-    groups = [(torch.arange(len(places)), None)]
-    if masked and any(shift):
-        last = torch.zeros(batch, Hp // h, Wp // w, dtype=torch.long)
-        last[:, -1] += 2 * (shift[0] > 0)
-        last[:, :, -1] += shift[1] > 0
-        # what the shift has wrapped around lies in the last windows only
-        below = (torch.arange(h) >= h - shift[0])[:, None].expand(h, w).flatten()
-        right = (torch.arange(w) >= w - shift[1]).expand(h, w).flatten()
-        for kind in range(4):
-            labels = (below & (kind >= 2)).long() * 2 + (right & (kind % 2 == 1))
-            mask = (labels[:, None] == labels).to(device) if kind else None
-            groups.append(((last.flatten() == kind).nonzero().flatten(), mask))
-        groups = [(members, mask) for members, mask in groups[1:] if len(members)]
+    # what the shift has wrapped around lies in the last windows: 1 at the right, 2 at the bottom, 3 in the corner
+    kinds = torch.zeros(batch, Hp // h, Wp // w, dtype=torch.long)
+    if masked:
+        kinds[:, -1] += 2 * (shift[0] > 0)
+        kinds[:, :, -1] += shift[1] > 0
+    kinds, order = kinds.flatten().sort(stable=True)
+    below = (torch.arange(h) >= h - shift[0])[:, None].expand(h, w).flatten()
+    right = (torch.arange(w) >= w - shift[1]).expand(h, w).flatten()
+    masks: List[Optional[Tensor]] = [None]
+    for kind in (1, 2, 3):
+        labels = (below & (kind >= 2)).long() * 2 + (right & (kind % 2 == 1))
+        masks.append((labels[:, None] == labels).to(device))
     pieces = []
-    for members, mask in groups:
-        for some in members.split(max_windows):
-            index = places[some].flatten()
-            padding, kept = (index == 0).nonzero().flatten(), index.nonzero().flatten()
-            target = (index[kept] - 1).to(device)
-            whole = len(kept) == len(index)
-            pieces.append(
-                Windows(
-                    tokens=target if whole else (index - 1).clamp_(min=0).to(device),
-                    padding=None if whole else padding.to(device),
-                    kept=None if whole else kept.to(device),
-                    target=target,
-                    mask=mask,
-                )
+    count = -(-len(order) // max_windows)
+    for members, of_kind in zip(order.tensor_split(count), kinds.tensor_split(count)):
+        index = places[members].flatten()
+        kept = index.nonzero().flatten()
+        target = (index[kept] - 1).to(device)
+        whole = len(kept) == len(index)
+        pieces.append(
+            Windows(
+                tokens=target if whole else (index - 1).clamp_(min=0).to(device),
+                padding=None if whole else (index == 0).nonzero().flatten().to(device),
+                kept=None if whole else kept.to(device),
+                target=target,
+                runs=[(n, masks[kind]) for kind, n in enumerate(of_kind.bincount().tolist()) if n],
             )
+        )
     return pieces

@@ -108,6 +108,16 @@ def test_sums_are_in_float32_under_autocast(hw):
     assert_relative(out, torch.full_like(out, 30.0), 1e-4)
 
 
+@pytest.mark.parametrize('kind', [SimplifiedLinearAttention, FocusedLinearAttention])
+def test_a_model_in_half_precision_stays_in_it(kind):
+    attn = randomize(kind(16, 2, (7, 5)))
+    x = torch.randn(2, 35, 16)
+    want = attn(x)
+    y = attn.bfloat16()(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert_relative(y.float(), want, 0.05)
+
+
 def test_focused_features_keep_their_norm():
     attn = randomize(FocusedLinearAttention(16, 2, 4)).double()
     x = torch.randn(1, 16, 16, dtype=torch.float64)

@@ -59,3 +59,80 @@ def test_masks_are_kept_and_bounded():
     for i in range(1, windows._MAX_CACHED + 10):
         shifted_window_mask((14, 14 + 7 * i), (7, 7), (3, 3), device)
     assert len(windows._cache) == windows._MAX_CACHED
+
+
+def test_padding_with_a_value():
+    x, value = torch.randn(2, 5, 7, 3), torch.tensor([1.0, -2.0, 1e3])
+    cut = window_partition(x.double(), (4, 4), (2, 1), value.double())
+    inside = window_partition(torch.ones(2, 5, 7, 1), (4, 4), (2, 1)).squeeze(-1).bool()
+    plain = window_partition(x, (4, 4), (2, 1))
+    assert 0 < (~inside).sum() == cut.shape[0] * 16 - 2 * 35
+    assert torch.equal(cut[~inside].float(), value.expand(int((~inside).sum()), 3))
+    assert torch.allclose(cut[inside], plain[inside].double(), rtol=0, atol=1e-12)
+    whole = torch.randn(1, 8, 4, 3)  # nothing to pad
+    assert torch.equal(window_partition(whole, (4, 4), (2, 2), value), window_partition(whole, (4, 4), (2, 2)))
+
+
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('max_windows', [1, 3, 1000])
+@pytest.mark.parametrize('batch', [1, 2])
+@pytest.mark.parametrize(
+    'hw, window, shift',
+    [
+        ((8, 12), (4, 4), (0, 0)),
+        ((8, 12), (4, 4), (2, 2)),
+        ((7, 9), (4, 3), (2, 1)),
+        ((13, 10), (7, 7), (3, 3)),
+        ((5, 5), (8, 8), (4, 4)),
+        ((6, 6), (6, 6), (3, 3)),
+        ((8, 6), (4, 3), (2, 0)),
+        ((9, 5), (2, 4), (0, 2)),
+        ((1, 17), (7, 7), (3, 3)),
+        ((1, 1), (1, 1), (0, 0)),
+    ],
+)
+def test_indices_are_those_of_the_partition(hw, window, shift, batch, max_windows, masked):
+    """The same windows, tokens and masks as by moving the tokens themselves, each window in one piece."""
+    H, W = hw
+    places = torch.arange(batch * H * W).view(batch, H, W, 1)
+    cut = window_partition(places + 1, window, shift).squeeze(-1) - 1  # -1 at padding
+    masks = shifted_window_mask(hw, window, shift, torch.device('cpu')).repeat(batch, 1, 1)
+    has_mask = masked and any(shift)
+    by_tokens = {tuple(tokens): i for i, tokens in enumerate(cut.tolist())}
+    pieces = windows.window_indices(batch, hw, window, shift, masked, max_windows, torch.device('cpu'))
+    found, targets, N = [], [], window[0] * window[1]
+    for piece in pieces:
+        tokens = piece.tokens.clone()
+        assert 0 < len(tokens) <= max_windows * N and len(tokens) % N == 0
+        assert tokens.min() >= 0 and tokens.max() < batch * H * W  # can be gathered as it is
+        if piece.padding is None:
+            assert piece.kept is None and torch.equal(piece.target, tokens)
+        else:
+            assert torch.equal(piece.target, tokens[piece.kept])
+            tokens[piece.padding] = -1
+            assert sorted(piece.padding.tolist() + piece.kept.tolist()) == list(range(len(tokens)))
+            assert (tokens[piece.kept] >= 0).all()
+        targets.append(piece.target)
+        of_windows = [mask for n, mask in piece.runs for _ in range(n)]
+        assert len(of_windows) == len(tokens) // N
+        for window_tokens, mask in zip(tokens.view(-1, N), of_windows):
+            found.append(by_tokens[tuple(window_tokens.tolist())])
+            if has_mask and mask is not None:
+                assert torch.equal(masks[found[-1]], mask)
+            else:
+                assert mask is None and (not has_mask or masks[found[-1]].all())
+    assert sorted(found) == list(range(len(cut)))
+    assert torch.equal(torch.cat(targets).sort().values, torch.arange(batch * H * W))
+
+
+def test_windows_of_one_mask_stand_together():
+    """Only windows that the shift has wrapped around have one: at the right, at the bottom and in the corner."""
+    pieces = windows.window_indices(2, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu'))
+    (piece,) = pieces
+    assert [(n, mask is not None) for n, mask in piece.runs] == [
+        (2 * 3 * 4, False),
+        (2 * 3, True),
+        (2 * 4, True),
+        (2 * 1, True),
+    ]
+    assert windows.window_indices(2, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu')) is pieces

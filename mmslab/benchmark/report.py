@@ -1,0 +1,262 @@
+"""What a benchmark found: as a table, as JSON, as a drawing of accuracy against time."""
+
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import mmcv
+import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+
+from ..version import __version__
+from .latency import ratio, statistics
+from .models import GROUPS, Settings, Subject
+
+PathLike = Union[str, os.PathLike]
+DRAWINGS = ('.png', '.pdf', '.svg')
+MIB = 2**20
+MARKERS = dict(
+    zip(
+        GROUPS,
+        (('*', 'red'), ('s', 'orange'), ('D', 'blue'), ('^', 'purple'), ('P', 'brown'), ('o', 'gray'), ('v', 'green')),
+    )
+)
+
+
+@dataclass
+class Report:
+    """Rows in the order that they were asked for, and their seconds, (rows, rounds), None where nothing was timed."""
+
+    settings: Settings
+    subjects: List[Subject]
+    seconds: Optional[np.ndarray] = None
+    machine: Dict[str, Any] = field(default_factory=dict)
+    left_out: List[str] = field(default_factory=list)  # of the drawing
+
+    def rows(self) -> List[Dict[str, Any]]:
+        """What the JSON has of each row. Times are in ms, of a batch; ratios are of times, to the first row."""
+        found = []
+        for i, s in enumerate(self.subjects):
+            row = dict(
+                name=s.name,
+                config=s.config,
+                checkpoint=s.checkpoint,
+                folded=s.folded,
+                image=list(s.image),
+                padded=list(s.padded),
+                params=s.params,
+                flops=s.flops,
+                peak_memory_bytes=s.peak_memory,
+                detections=s.detections,
+                paper=s.paper,
+            )
+            if self.seconds is not None:
+                row['ms'] = statistics(self.seconds[i] * 1e3)
+                row['ratio'], row['ratio_interval'] = ratio(self.seconds[i], self.seconds[0])
+                if self.settings.mode == 'throughput':
+                    row['images_per_second'] = self.settings.batch_size / float(np.mean(self.seconds[i]))
+                row['rounds_ms'] = (self.seconds[i] * 1e3).tolist()
+            found.append(row)
+        return found
+
+    def notes(self) -> List[str]:
+        """What has to be said below the table."""
+        notes = list(dict.fromkeys(note for subject in self.subjects for note in subject.notes))
+        found = [subject.detections for subject in self.subjects if subject.detections is not None]
+        if found:
+            counts = '; '.join(', '.join(map(str, row)) for row in found)
+            how = '' if self.subjects[0].checkpoint else ' (random weights: the score threshold is set to have so many)'
+            notes.append(f'detections in an image, row by row: {counts}{how}.')
+        if self.seconds is not None and len(self.subjects) > 1:
+            notes.append(
+                'ratio: median over the rounds of the time of the row over that of the first row in the same round, and its '
+                '95% bootstrap interval.'
+            )
+        notes.append(
+            'peak memory: beyond weights and input, in one forward. GFLOPs: multiply-adds of one image, counted unfolded.'
+        )
+        if any(self.settings.mode in subject.paper for subject in self.subjects):
+            notes.append("V100: the paper's figure, on another machine.")
+        if self.left_out:
+            notes.append(f'not drawn, since the paper has no accuracy for them: {", ".join(self.left_out)}.')
+        return notes
+
+
+def machine(settings: Settings) -> Dict[str, Any]:
+    """Processor, GPU and versions that a measurement holds for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    cuda = settings.torch_device.type == 'cuda'
+    try:
+        from mmdet import __version__ as mmdet
+    except ImportError:
+        mmdet = None
+    return dict(
+        cpu=_processor(),
+        cores=cores,
+        threads=torch.get_num_threads(),
+        gpu=torch.cuda.get_device_name(settings.torch_device) if cuda else None,
+        cuda=torch.version.cuda if cuda else None,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        mmcv=mmcv.__version__,
+        mmdet=mmdet,
+        mmslab=__version__,
+    )
+
+
+def _processor() -> str:
+    cpuinfo = Path('/proc/cpuinfo')
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def machine_line(machine: Dict[str, Any]) -> str:
+    """The same in a line."""
+    gpu = f'{machine["gpu"]}, CUDA {machine["cuda"]}; ' if machine['gpu'] else ''
+    versions = ', '.join(f'{k} {machine[k]}' for k in ('torch', 'mmcv', 'mmdet', 'mmslab') if machine[k])
+    return f'{gpu}{machine["cpu"]}, {machine["cores"]} cores, {machine["threads"]} threads; {versions}'
+
+
+def settings_line(report: Report) -> str:
+    """What was measured, and how."""
+    s = report.settings
+    what = {
+        'latency': 'latency',
+        'throughput': f'throughput at batch size {s.batch_size}',
+        'flops': 'parameters and FLOPs',
+    }
+    of = 'backbone' if s.scope == 'backbone' else 'whole model'
+    sizes = dict.fromkeys((r.image, r.padded) for r in report.subjects)
+    images = ' and '.join(f'{h}x{w}' + (f' padded to {p[0]}x{p[1]}' if p != (h, w) else '') for (h, w), p in sizes)
+    how = [s.dtype, s.device] + [
+        o.replace('_', '-') for o in ('compile', 'cuda_graph', 'channels_last') if getattr(s, o)
+    ]
+    if report.seconds is not None:
+        how.append(f'{s.rounds} rounds after {s.warmup}' + (', interleaved' if len(report.subjects) > 1 else ''))
+    return f'{what[s.mode]} of the {of}, {images}, {", ".join(how)}'
+
+
+def table(report: Report) -> Table:
+    """The rows as a table: mean, median, p90, standard deviation, ratio, parameters, FLOPs, peak memory, the paper's figure."""
+    mode, timed = report.settings.mode, report.seconds is not None
+    result = Table(title=settings_line(report), box=box.SIMPLE_HEAD, padding=(0, 1), title_justify='left')
+    result.add_column('model', justify='left', overflow='fold')
+    columns = ['mean\nms', 'median\nms', 'p90\nms', 'std\nms', 'ratio\n(95%)'] if timed else []
+    columns = (['images\n/s'] if mode == 'throughput' else []) + columns + ['params\nM', 'GFLOPs\n', 'peak\nMiB']
+    unit = {'latency': 'ms', 'throughput': 'images/s'}.get(mode)
+    for column in columns + ([f'V100\n{unit}'] if unit else []):
+        result.add_column(column, justify='right', no_wrap=True)
+    for i, row in enumerate(report.rows()):
+        cells = [row['name']]
+        if mode == 'throughput':
+            cells.append(f'{row["images_per_second"]:.1f}')
+        if timed:
+            cells += [_digits(row['ms'][k]) for k in ('mean', 'median', 'p90', 'std')]
+            low, high = row['ratio_interval']
+            cells.append(f'{row["ratio"]:.3f} ({low:.3f}-{high:.3f})' if i else '1')
+        cells.append(f'{row["params"] / 1e6:.2f}')
+        cells.append('-' if row['flops'] is None else _digits(row['flops'] / 1e9))
+        cells.append(f'{row["peak_memory_bytes"] / MIB:.1f}')
+        if unit:
+            cells.append(f'{row["paper"][mode]:g}' if mode in row['paper'] else '-')
+        result.add_row(*cells)
+    return result
+
+
+def _digits(value: float) -> str:
+    """Four digits, or to a thousandth."""
+    return f'{value:.{min(3, max(0, 4 - len(str(int(value)))))}f}'
+
+
+def check_output(path: Optional[PathLike], name: str, suffixes: Tuple[str, ...], force: bool = False) -> None:
+    """Checks a file that will be written, before anything is measured.
+
+    Raises:
+        ValueError: If its ending is none of ``suffixes``.
+        FileExistsError: If it exists and ``force`` is not set.
+        OSError: If its folder does not exist or cannot be written.
+    """
+    if path is None:
+        return
+    target = Path(path)
+    if target.suffix.lower() not in suffixes:
+        raise ValueError(f'{name} must name a file that ends in {" or ".join(suffixes)}, but got {str(path)!r}.')
+    if target.is_dir():
+        raise OSError(f'{name} {str(path)!r} is a folder. Choose another name.')
+    if target.exists() and not force:
+        raise FileExistsError(f'{name} {str(path)!r} exists. Choose another name, or pass --force to replace it.')
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as e:
+        raise OSError(f'{name} {str(path)!r} cannot be written ({e.strerror}). Choose a folder of your own.') from e
+
+
+def write_json(report: Report, path: PathLike) -> None:
+    """Settings, machine, notes and rows, with each round's time."""
+    content = dict(settings=asdict(report.settings), machine=report.machine, notes=report.notes(), rows=report.rows())
+    Path(path).write_text(json.dumps(content, indent=2) + '\n')
+
+
+def check_drawable(figures: Sequence[Dict[str, Any]]) -> None:
+    """Raises ValueError unless one of the rows has an accuracy of the paper, and all that have it the same one."""
+    metrics = sorted({f['metric'] for f in figures if 'metric' in f})
+    if not metrics:
+        raise ValueError(
+            '--plot draws the accuracies of the paper, which has none for these configs. Give some of its rows, or leave it out.'
+        )
+    if len(metrics) > 1:
+        raise ValueError(f'--plot has one axis for {" and ".join(metrics)}. Draw detectors and classifiers apart.')
+
+
+def draw(report: Report, path: PathLike) -> List[str]:
+    """Draws the paper's accuracies against the measured times, as its Figures 4 and 5 do; rows that it has none for are left out.
+
+    Detectors and classifiers against the median latency in ms, or against images per second. A folded row is a filled
+    marker, an unfolded twin an open one.
+
+    Returns:
+        list[str]: The names of the rows that were left out.
+    """
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    mode, device = report.settings.mode, report.machine['gpu'] or report.machine['cpu']
+    rows = list(zip(report.subjects, report.rows()))
+    drawn = [(s, r) for s, r in rows if 'accuracy' in s.paper]
+    twins = {s.config for s, _ in drawn if s.folded}
+    figure, ax = plt.subplots(figsize=(9, 6), layout='constrained')
+    xs = [row['images_per_second'] if mode == 'throughput' else row['ms']['median'] for _, row in drawn]
+    for x, (subject, _) in zip(xs, drawn):
+        y = subject.paper['accuracy']
+        marker, colour = MARKERS[subject.group]
+        colour = f'tab:{colour}'
+        filled = subject.folded or subject.config not in twins
+        ax.plot(x, y, marker, color=colour, mfc=colour if filled else 'none', ms=8, label=subject.group)
+        place = dict(xytext=(6, 5)) if x <= (min(xs) + max(xs)) / 2 else dict(xytext=(-6, 5), ha='right')
+        ax.annotate(subject.name, (x, y), **place, textcoords='offset points', fontsize='x-small')
+    what = 'backbone' if report.settings.scope == 'backbone' else 'whole model'
+    speed = (
+        f'images per second at batch size {report.settings.batch_size}'
+        if mode == 'throughput'
+        else 'median latency in ms'
+    )
+    metric = {'box AP': 'COCO box AP', 'Top 1 Accuracy': 'ImageNet top-1 in %'}[drawn[0][0].paper['metric']]
+    ax.set(xlabel=f'{speed}, {what}, measured here: {device}', ylabel=f"{metric}: the paper's, not ours")
+    ax.margins(0.2)
+    ax.grid(alpha=0.3)
+    handles, labels = ax.get_legend_handles_labels()
+    once = dict(zip(reversed(labels), reversed(handles)))
+    ax.legend(once.values(), once.keys())
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return [s.name for s, _ in rows if 'accuracy' not in s.paper]

@@ -1,0 +1,74 @@
+"""Measures latency, throughput, parameters, FLOPs and memory of detectors, classifiers or their backbones.
+
+Several configs are measured interleaved, round by round, so that their ratio holds on a noisy machine. Weights are random, so
+nothing is downloaded; models with PRepBN are measured folded.
+"""
+
+import argparse
+
+from rich.console import Console
+
+from mmslab.benchmark.models import DTYPES, Settings
+from mmslab.benchmark.report import machine_line, table
+from mmslab.benchmark.run import run
+from mmslab.errors import input_errors
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        'configs', nargs='+', metavar='CONFIG', help='config files, or mmdet::path of an installed package'
+    )
+    mode = parser.add_mutually_exclusive_group(required=True)
+    for name, what in (
+        ('latency', 'milliseconds for one image'),
+        ('throughput', 'images per second at --batch-size'),
+        ('flops', 'parameters, FLOPs and memory alone; the other two have them too'),
+    ):
+        mode.add_argument(f'--{name}', dest='mode', action='store_const', const=name, help=what)
+    parser.add_argument(
+        '--checkpoint', nargs='+', action='extend', metavar='FILE', help='one for each config, in their order'
+    )
+    parser.add_argument('--scope', default='model', help="'model', the whole of it (default), or 'backbone'")
+    parser.add_argument(
+        '--image',
+        type=int,
+        nargs=2,
+        metavar=('H', 'W'),
+        help='pixels before padding (default: 800 1333 for the latency of a detector, else 224 224)',
+    )
+    parser.add_argument('--batch-size', type=int, help='images at a time, for --throughput (default: 64)')
+    parser.add_argument('--rounds', type=int, default=100, help='times that each is measured (default: 100)')
+    parser.add_argument('--warmup', type=int, default=10, help='rounds before them (default: 10)')
+    parser.add_argument('--no-fold', action='store_true', help='measure unfolded models too, beside the folded')
+    parser.add_argument('--dtype', default='fp32', help=f'{", ".join(DTYPES)} (default: fp32)')
+    parser.add_argument('--device', help="'cpu', 'cuda:0', ... (default: a GPU if there is one)")
+    parser.add_argument('--threads', type=int, help='threads of torch on the CPU')
+    parser.add_argument('--compile', action='store_true', help='torch.compile; of a detector, backbone and neck')
+    parser.add_argument('--cuda-graph', action='store_true', help='replay a CUDA graph; not for a whole detector')
+    parser.add_argument('--channels-last', action='store_true', help='memory format of weights and input')
+    parser.add_argument('--seed', type=int, default=0, help='of random weights and input')
+    parser.add_argument('--json', metavar='FILE', help='write all of it, with the time of each round')
+    parser.add_argument('--plot', metavar='FILE', help="draw the paper's accuracy against the measured time")
+    parser.add_argument('--force', action='store_true', help='replace these files')
+    parser.add_argument('--trust-checkpoint', action='store_true', help='unpickle checkpoints that hold any object')
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    args = vars(parse_args())
+    configs, checkpoints = args.pop('configs'), args.pop('checkpoint')
+    outputs = {k: args.pop(k) for k in ('json', 'plot', 'force', 'trust_checkpoint')}
+    args['image'] = args['image'] and tuple(args['image'])
+    with input_errors():
+        report = run(configs, Settings(**args), checkpoints, **outputs)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(table(report))
+    for line in [*report.notes(), f'measured on {machine_line(report.machine)}']:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+if __name__ == '__main__':
+    main()
