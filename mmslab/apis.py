@@ -64,7 +64,7 @@ def build_trainer(
             work_dir that cannot be written, ``auto_scale_lr`` without a base batch size.
     """
     cfg = load_config(config, options, launcher)
-    _check_mmdet(cfg)
+    check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
     if amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
@@ -125,7 +125,7 @@ def build_tester(
         show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
     """
     cfg = load_config(config, options, launcher)
-    _check_mmdet(cfg)
+    check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
     if out is not None and not str(out).endswith(('.pkl', '.pickle')):
         raise ValueError(f'--out must name a .pkl file, but got {str(out)!r}.')
@@ -233,7 +233,8 @@ def check_device(device: Optional[str]) -> None:
         raise ValueError(f'device {device!r}: the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}.')
 
 
-def _check_mmdet(cfg: Config) -> None:
+def check_mmdet(cfg: Config) -> None:
+    """Raises ImportError if ``cfg`` needs mmdet and it, or mmcv's compiled ops, are missing."""
     if cfg.get('default_scope') == 'mmdet':
         check_detection()
 

@@ -1,4 +1,4 @@
-"""The whole way on a small scale: data, training, recalibration, evaluation, drawings."""
+"""The whole way on a small scale: data, training, recalibration, evaluation, drawings, folding."""
 
 import contextlib
 import io
@@ -15,6 +15,8 @@ from rich.table import Table
 from .apis import build_tester, build_trainer, infer
 from .data.checks import check_writable
 from .data.shapes import make_shapes
+from .deploy.convert import deploy
+from .deploy.convert import table as differences_table
 from .layers.norm import prepbn_modules
 from .plots import draw_curves, draw_sheet, read_scalars
 
@@ -33,7 +35,8 @@ def run_demo(
     images: int = 12,
     options: Optional[Dict[str, Any]] = None,
 ) -> dict:
-    """Makes the shapes, trains ``configs/demo/maskrcnn_slab_swin_shapes.py`` on them, evaluates the checkpoint, draws.
+    """Makes the shapes, trains ``configs/demo/maskrcnn_slab_swin_shapes.py`` on them, evaluates the checkpoint, draws,
+    and folds the checkpoint for inference.
 
     An earlier demo in ``out`` is moved aside to ``<out>.1``, ``<out>.2``..., not overwritten; shapes that are in
     ``data`` are used again.
@@ -52,7 +55,7 @@ def run_demo(
     out, data = Path(out), Path(data)
     _move_aside(out)
     check_writable(out, 'out')
-    console.rule('1/4  data')
+    console.rule('1/5  data')
     if (data / 'annotations' / 'instances_val.json').exists():
         console.print(f'using the shapes in {data}')
     else:
@@ -60,7 +63,7 @@ def run_demo(
         console.print(f'{data}: {counts["train"]} instances to train on, {counts["val"]} held out')
     os.environ['SHAPES_ROOT'] = str(data)
 
-    console.rule('2/4  training')
+    console.rule('2/5  training')
     console.print('LayerNorm (gamma 1) fades into RepBN (gamma 0); at the end the BN statistics are recalibrated')
     with _log_file_only():
         runner = build_trainer(CONFIG, work_dir=out, options=options)
@@ -73,13 +76,13 @@ def run_demo(
     checkpoint = out / 'slab_swin_shapes.pth'
     shutil.copyfile(out / f'epoch_{runner.max_epochs}.pth', checkpoint)
 
-    console.rule('3/4  evaluation of the final checkpoint')
+    console.rule('3/5  evaluation of the final checkpoint')
     with _log_file_only():
         tester = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=options)
         metrics = tester.test()
     final_gamma = max(float(m.gamma) for m in prepbn_modules(tester.model))
 
-    console.rule('4/4  drawings')
+    console.rule('4/5  drawings')
     chosen = out / 'images'
     chosen.mkdir()
     for image in sorted((data / 'val').iterdir())[:images]:  # enlarged: labels would cover images of 128 pixels
@@ -89,6 +92,12 @@ def run_demo(
         drawn = infer(chosen, CONFIG, checkpoint, out / 'drawn', score_thr=0.5)
     draw_sheet(drawn, out / 'drawn.jpg')
     draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
+
+    console.rule('5/5  folding')
+    with _log_file_only():
+        deployed = deploy(CONFIG, checkpoint, out / 'deploy', options=options)
+    console.print("RepBN is an affine map by now: every norm of the backbone's blocks becomes part of its neighbours")
+    console.print(differences_table(deployed.differences))
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
     console.print('gamma over the iterations: ' + '  '.join(f'{gamma[0][i]}: {gamma[1][i]:.2f}' for i in picked))
@@ -101,7 +110,13 @@ def run_demo(
         table.add_row(name, f'{before[key]:.3f}', f'{metrics[key]:.3f}')
     console.print(table)
     drawings = f'{out / "drawn"}, together in {out / "drawn.jpg"}'
-    for what, path in (('checkpoint', checkpoint), ('drawn images', drawings), ('curves', out / 'curves.png')):
+    for what, path in (
+        ('checkpoint', checkpoint),
+        ('drawn images', drawings),
+        ('curves', out / 'curves.png'),
+        ('folded checkpoint', deployed.checkpoint),
+        ('its config', deployed.config),
+    ):
         console.print(f'{what}: {path}', highlight=False)
     console.print(f'{(time.time() - started) / 60:.1f} minutes in all')
     return dict(metrics)

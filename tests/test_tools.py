@@ -133,6 +133,9 @@ def test_demo_trains_evaluates_and_draws(trained):
         assert said in run.stdout, run.stdout
     assert 'gamma of the final checkpoint: 0' in run.stdout and 'mmengine - INFO' not in run.stdout
     assert (root / 'demo' / 'slab_swin_shapes.pth').exists() and len(list((root / 'demo' / 'drawn').iterdir())) == 4
+    assert 'folded against original' in run.stdout and 'second stage' in run.stdout
+    state = torch.load(root / 'demo' / 'deploy' / 'slab_swin_shapes_deploy.pth', weights_only=True)['state_dict']
+    assert not any('repbn' in key for key in state)
     curves = cv2.imread(str(root / 'demo' / 'curves.png'))
     assert curves.shape[0] > 600 and curves.std() > 10
 
@@ -187,6 +190,33 @@ def test_convert_checkpoint(trained):
     assert run.returncode == 0 and '0 renamed' in run.stdout, run.stderr
     state = torch.load(root / 'converted.pth', weights_only=True)['state_dict']
     assert state.keys() == torch.load(root / 'out' / 'epoch_2.pth', weights_only=False)['state_dict'].keys()
+
+
+def test_deploy_folds_and_the_tester_agrees(trained):
+    root, _ = trained
+    env = dict(SHAPES_ROOT='shapes')
+    run = tool('deploy', CONFIG, 'out/epoch_2.pth', '--out', 'folded', cwd=root, env=env)
+    assert run.returncode == 0 and 'second stage' in run.stdout, run.stderr
+    config, checkpoint = f'folded/{CONFIG.stem}_deploy.py', 'folded/epoch_2_deploy.pth'
+    assert config in run.stdout and checkpoint in run.stdout
+    content = torch.load(root / 'out' / 'epoch_2.pth', weights_only=False)
+    for key, value in content['state_dict'].items():
+        if key.endswith('gamma'):
+            value.fill_(0.5)
+    torch.save(content, root / 'half.pth')
+    half = tool('deploy', CONFIG, 'half.pth', '--out', 'half', cwd=root, env=env)
+    assert half.returncode != 0 and 'LayerNorm is still in use' in half.stderr and 'Traceback' not in half.stderr
+    assert not (root / 'half').exists()
+    tested = tool('test', config, checkpoint, '--work-dir', 'folded_eval', cwd=root, env=env)
+    assert tested.returncode == 0 and 'coco/segm_mAP_50' in tested.stdout, tested.stderr
+
+
+def test_export_writes_a_graph(trained):
+    root, _ = trained
+    args = ('export', CONFIG, 'out/epoch_2.pth', '--out', 'graph.onnx', '--size', 64, 64)
+    run = tool(*args, cwd=root, env=dict(SHAPES_ROOT='shapes'))
+    assert run.returncode == 0 and 'map3' in run.stdout and 'graph.onnx' in run.stdout, run.stderr
+    assert (root / 'graph.onnx').stat().st_size > 1e6
 
 
 def test_coco_that_is_not_there_is_one_line(tmp_path):

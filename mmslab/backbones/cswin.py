@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layers.attention import check_heads
 from ..layers.embed import ConvDownsample, PatchEmbed
 from ..layers.fold import fold_forward
-from ..layers.windows import Size, centering, window_partition, window_reverse
+from ..layers.windows import Size, centering, padded_size, symbolic, window_partition, window_reverse
 from .base import (
     SLABBackbone,
     Stage,
@@ -119,12 +119,13 @@ class CrossShapedAttention(nn.Module):
             window = self.stripe(branch, hw_shape)
             top, left = centering(hw_shape, window)
             maps = qkv[..., branch, :].unbind(3)
-            if top or left:
-                maps = [F.pad(t, (0, 0, left, 0, top, 0)) for t in maps]
+            Hp, Wp = padded_size(hw_shape, window)
+            if symbolic(H, W) or (Hp, Wp) != (H, W):
+                maps = [F.pad(t, (0, 0, left, Wp - W - left, top, Hp - H - top)) for t in maps]
             q, k, v = (window_partition(t, window) for t in maps)
             local = lepe(v.transpose(1, 2).unflatten(2, window)).flatten(2).transpose(1, 2)
-            out = window_reverse(attn.mix(q, k, v, window) + local, (H + top, W + left), window)
-            outs.append(out[:, top:, left:])
+            out = window_reverse(attn.mix(q, k, v, window) + local, (Hp, Wp), window)
+            outs.append(out.narrow(1, top, H).narrow(2, left, W))
         return self.proj_drop(self.proj(torch.cat(outs, dim=-1).view(B, N, C)))
 
 

@@ -13,7 +13,7 @@ from ..layers.embed import PatchEmbed
 from ..layers.fold import folded
 from ..layers.inference import rows_in_piece
 from ..layers.norm import build_norm
-from ..layers.windows import Size, shifted_window_mask, window_indices, window_partition, window_reverse
+from ..layers.windows import Size, shifted_window_mask, symbolic, window_indices, window_partition, window_reverse
 from .base import (
     SLABBackbone,
     Stage,
@@ -121,9 +121,10 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         H, W = x.shape[1:3]
-        if H % 2 or W % 2:
+        if symbolic(H, W) or H % 2 or W % 2:
             x = F.pad(x, (0, 0, 0, W % 2, 0, H % 2))
-        x = torch.cat([x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]], dim=-1)
+        x = x.reshape(x.shape[0], (H + 1) // 2, 2, (W + 1) // 2, 2, x.shape[-1])
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # Microsoft's order of the four: down, then across
         return self.reduction(self.norm(x))
 
     def switch_to_deploy(self) -> None:

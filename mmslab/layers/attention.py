@@ -24,7 +24,7 @@ from torch import Tensor
 from .fold import fold_forward, folded_back
 from .inference import conv_of_patches, is_traced, may_overwrite, use_channels_last
 from .norm import build_norm
-from .windows import Size
+from .windows import Size, symbolic
 
 
 def to_pair(value: Union[int, Size], name: str = 'window_size') -> Size:
@@ -198,7 +198,7 @@ class _LinearAttention(_SelfAttention):
         ``mask`` is ignored.
         """
         encoding, size = self.positional_encoding, self.reduced_size(hw_shape)
-        if size != self.encoding_size:
+        if symbolic(*size) or size != self.encoding_size:
             encoding = resize_positional_encoding(encoding, self.encoding_size, size)
         if self.deploy and k.dtype == encoding.dtype and may_overwrite(k, self):
             k = k.add_(encoding)  # q, k and v have just been computed
@@ -312,7 +312,8 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
         normalizer = q @ k.sum(dim=2, keepdim=True).transpose(-2, -1) + eps  # (B, heads, N, 1)
-        out = q @ (k.transpose(-2, -1) @ v) if 2 * N * M > d * (N + M) else (q @ k.transpose(-2, -1)) @ v
+        by_tokens = symbolic(N, M) or 2 * N * M > d * (N + M)
+        out = q @ (k.transpose(-2, -1) @ v) if by_tokens else (q @ k.transpose(-2, -1)) @ v
         return (out / normalizer).transpose(1, 2).reshape(B, N, C)
 
 
@@ -448,7 +449,7 @@ class SoftmaxWindowAttention(_SelfAttention):
         if self.deploy:
             if mask is not None and mask.dim() == 3:
                 bias = bias.expand(mask.shape[0], -1, -1, -1).masked_fill(~mask[:, None], float('-inf'))
-                bias = bias.repeat(B // len(bias), 1, 1, 1)
+                bias = bias.repeat(B // bias.shape[0], 1, 1, 1)
             elif mask is not None:
                 bias = bias.masked_fill(~mask, float('-inf'))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype).expand(B, -1, -1, -1))

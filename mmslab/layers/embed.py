@@ -12,7 +12,7 @@ from .attention import resize_positional_encoding
 from .fold import fold_forward, folded_back
 from .inference import conv_of_patches, is_traced, use_channels_last
 from .norm import build_norm
-from .windows import Size
+from .windows import Size, padded_size, symbolic
 
 __all__ = ['MLP', 'ConvDownsample', 'DropPath', 'PatchEmbed', 'PositionEmbedding']
 
@@ -51,7 +51,8 @@ class ConvDownsample(nn.Module):
         """Pads a map ``(B, C, H, W)`` to multiples of the stride."""
         s = self.stride
         H, W = x.shape[-2:]
-        return F.pad(x, (0, -W % s, 0, -H % s)) if H % s or W % s else x
+        Hp, Wp = padded_size((H, W), (s, s))
+        return F.pad(x, (0, Wp - W, 0, Hp - H)) if symbolic(H, W) or (Hp, Wp) != (H, W) else x
 
     def embed(self, x: Tensor) -> Tensor:
         """Takes the map as ``(B, in_channels, H, W)``."""
@@ -135,7 +136,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, H, W, C = x.shape
         of_token, of_map = self.weight.tensor_split([0 if self.cls_token is None else 1], dim=1)
-        if (H, W) != self.grid:
+        if symbolic(H, W) or (H, W) != self.grid:
             of_map = resize_positional_encoding(of_map, self.grid, (H, W), self.mode)
         if self.cls_token is None:
             return self.drop(x + of_map.view(1, H, W, C))

@@ -27,16 +27,25 @@ def _cached(key: tuple, make: Callable[[], object]) -> object:
     return _cache[key]
 
 
+def symbolic(*sizes: int) -> bool:
+    """Whether one of ``sizes`` is left open in a graph that is being exported, so that no branch may depend on it."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def num_windows(hw: Size, window: Size) -> Size:
+    """How many windows, down and across, cover a map of size ``hw``."""
+    # a side of a window that is open is the map's own
+    return tuple(1 if symbolic(side) else (length + side - 1) // side for length, side in zip(hw, window))
+
+
 def padded_size(hw: Size, window: Size) -> Size:
     """The smallest multiple of ``window`` that holds a map of size ``hw``."""
-    return -(-hw[0] // window[0]) * window[0], -(-hw[1] // window[1]) * window[1]
+    n, m = num_windows(hw, window)
+    return n * window[0], m * window[1]
 
 
 def centering(hw: Size, window: Size) -> Size:
-    """Rows and columns of zeros to put at the top and left, so that padding to windows surrounds the map evenly.
-
-    What is missing at the bottom and right, the same or one more, :func:`window_partition` adds.
-    """
+    """Rows and columns of padding to put at the top and left; as many, or one more, go to the bottom and right."""
     padded = padded_size(hw, window)
     return (padded[0] - hw[0]) // 2, (padded[1] - hw[1]) // 2
 
@@ -55,14 +64,15 @@ def window_partition(x: Tensor, window: Size, shift: Size = (0, 0), value: Optio
     """
     B, H, W, C = x.shape
     (h, w), (Hp, Wp) = window, padded_size((H, W), window)
-    if (Hp, Wp) != (H, W):
+    if symbolic(H, W) or (Hp, Wp) != (H, W):
         x = F.pad(x if value is None else x - value, (0, 0, 0, Wp - W, 0, Hp - H))
         x = x if value is None else x + value
     if any(shift):
         x = torch.roll(x, (-shift[0], -shift[1]), dims=(1, 2))
-    if (Hp, Wp) == (h, w):
+    n, m = num_windows((H, W), window)
+    if not symbolic(n, m) and n * m == 1:
         return x.reshape(B, h * w, C)
-    x = x.reshape(B, Hp // h, h, Wp // w, w, C)
+    x = x.reshape(B, n, h, m, w, C)
     return x.transpose(2, 3).reshape(-1, h * w, C)
 
 
@@ -81,11 +91,14 @@ def window_reverse(windows: Tensor, hw: Size, window: Size, shift: Size = (0, 0)
     (H, W), (h, w), (Hp, Wp) = hw, window, padded_size(hw, window)
     C = windows.shape[-1]
     x = windows
-    if (Hp, Wp) != (h, w):
-        x = x.reshape(-1, Hp // h, Wp // w, h, w, C).transpose(2, 3)
+    n, m = num_windows(hw, window)
+    if symbolic(n, m) or n * m > 1:
+        x = x.reshape(-1, n, m, h, w, C).transpose(2, 3)
     x = x.reshape(-1, Hp, Wp, C)
     if any(shift):
         x = torch.roll(x, shift, dims=(1, 2))
+    if symbolic(H, W):  # a copy, so that no later reshape asks how the map lies in memory
+        return x[:, :H, :W].clone(memory_format=torch.contiguous_format)
     return x[:, :H, :W] if (Hp, Wp) != (H, W) else x
 
 

@@ -1,0 +1,144 @@
+"""Graphs of folded models, run at sizes that they were not made with, against the unfolded PyTorch model."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from mmengine.registry import MODELS
+
+from mmslab.deploy.export import check_any_size, export, onnx_runner, to_onnx, to_program
+
+from ..conftest import assert_relative, randomize
+from .test_convert import config, trained
+
+NORM = dict(type='PRepBN', gamma=0.0)
+SWIN = dict(
+    type='SLABSwin',
+    arch=dict(embed_dims=8, depths=(1, 2), num_heads=(2, 2)),
+    attn=('sla', 'softmax'),
+    window_sizes=(8, 5),
+    norm_cfg=NORM,
+    out_indices=(0, 1),
+)
+FAMILIES = dict(
+    swin=SWIN,
+    pvt=dict(
+        type='SLABPVT',
+        arch=dict(embed_dims=(8, 16), depths=(1, 1), num_heads=(2, 2), mlp_ratios=(2, 2)),
+        attn=('softmax', 'sla'),
+        sr_ratios=(4, 2),
+        sla_sr_ratios=2,
+        pretrain_img_size=64,
+        norm_cfg=NORM,
+        out_indices=(0, 1),
+    ),
+    deit=dict(
+        type='SLABDeiT',
+        arch=dict(embed_dims=8, depth=1, num_heads=2),
+        pretrain_img_size=64,
+        norm_cfg=NORM,
+        out_norm_cfg=NORM,
+    ),
+    cswin=dict(
+        type='SLABCSWin',
+        arch=dict(embed_dims=8, depths=(1, 1), num_heads=(2, 2)),
+        attn=('sla', 'softmax'),
+        split_sizes=(1, 7),
+        sla_split_sizes=(7, 7),
+        pretrain_img_size=64,
+        norm_cfg=NORM,
+        out_indices=(0, 1),
+    ),
+)
+# whole windows, padded ones, few, many
+SIZES = ((160, 80), (100, 75), (33, 34), (34, 190))
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_backbone_as_a_graph_takes_images_of_any_size(family, tmp_path):
+    original = randomize(MODELS.build(FAMILIES[family])).eval()
+    folded = copy.deepcopy(original)
+    folded.switch_to_deploy()
+    program = to_program(folded, (96, 128))
+    names = [f'map{i}' for i in folded.out_indices]
+    to_onnx(program, tmp_path / 'graph.onnx', names)
+    run = onnx_runner(tmp_path / 'graph.onnx')
+    tiny = torch.randn(1, 3, 18, 17)  # one window; torch's own graph says where it wants more than one
+    if family != 'pvt':
+        for a, e in zip(run(tiny), original(tiny)):
+            assert_relative(a, e, 1e-4)
+    module = program.module(check_guards=False)
+    for size in SIZES:
+        image = torch.randn(1, 3, *size)
+        with torch.no_grad():
+            expected = original(image)
+            for actual in (run(image), module(image)):
+                assert len(actual) == len(expected)
+                for a, e in zip(actual, expected):
+                    assert_relative(a, e, 1e-4)
+
+
+def test_a_detector_up_to_its_heads(tmp_path):
+    """RPN scores, deltas and the neck's maps, from the file that the command line writes, named."""
+    path = config(tmp_path, 'detector')
+    path.write_text(path.read_text().replace('(2, 2, 2, 2)', '(1, 1, 1, 1)'))
+    weights, original = trained(tmp_path, path)
+    file = tmp_path / 'graph.onnx'
+    found = export(path, weights, file, part='model', sizes=((64, 64), (75, 100)))
+    assert {d.output for d in found} == {f'{what}{i}' for what in ('neck', 'scores', 'deltas') for i in range(4)}
+    assert max(d.relative for d in found) < 1e-4
+    image = torch.randn(1, 3, 90, 130)
+    with torch.no_grad():
+        maps = original.extract_feat(image)
+        scores, deltas = original.rpn_head(maps)
+    run, wanted = onnx_runner(file)(image), [*maps, *scores, *deltas]
+    assert len(run) == len(wanted)
+    for actual, expected in zip(run, wanted):
+        assert_relative(actual, expected, 1e-4)
+
+
+def test_a_classifier_of_one_size(tmp_path):
+    path = config(tmp_path, 'classifier')
+    weights, original = trained(tmp_path, path)
+    with pytest.raises(ValueError, match='pad_small_map=False shrinks the windows.*--size'):
+        export(path, weights, tmp_path / 'graph.onnx', part='model')
+    assert not list(tmp_path.glob('graph*')) and not list(tmp_path.glob('.export*'))
+    export(path, weights, tmp_path / 'graph.onnx', part='model', size=(64, 64))
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = original(image, mode='tensor').softmax(-1)
+    assert_relative(onnx_runner(tmp_path / 'graph.onnx')(image)[0], expected, 1e-4)
+    export(path, weights, tmp_path / 'graph.pt2', part='model', size=(64, 64))
+    (scores,) = torch.export.load(tmp_path / 'graph.pt2').module(check_guards=False)(image)
+    assert_relative(scores, expected, 1e-4)
+
+
+def test_bad_input_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    path = config(tmp_path, 'classifier')
+    weights, _ = trained(tmp_path, path)
+    half, _ = trained(tmp_path, path, gamma=0.5, name='half.pth')
+    out = tmp_path / 'out' / 'graph.onnx'
+    with pytest.raises(ValueError, match='out must name an .onnx or a .pt2 file, but got .*graph.txt'):
+        export(path, weights, tmp_path / 'graph.txt')
+    with pytest.raises(ValueError, match="part must be one of .*, but got 'head'"):
+        export(path, weights, out, part='head')
+    with pytest.raises(ValueError, match='size must be a height and a width'):
+        export(path, weights, out, size=(224,))
+    with pytest.raises(FileNotFoundError, match='checkpoint .*no.pth.* does not exist'):
+        export(path, 'no.pth', out)
+    with pytest.raises(ValueError, match='has gamma=0.5'):
+        export(path, half, out, size=(64, 64))
+    (tmp_path / 'mine.onnx').write_text('mine')
+    with pytest.raises(FileExistsError, match='mine.onnx.* exists.*--force'):
+        export(path, weights, tmp_path / 'mine.onnx', size=(64, 64))
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(ImportError, match='ONNX needs onnx and onnxscript and onnxruntime. Install: pip install onnx'):
+        export(path, weights, out)
+    assert not out.parent.exists() and (tmp_path / 'mine.onnx').read_text() == 'mine'
+
+
+def test_windows_that_shrink_are_refused():
+    check_any_size(MODELS.build(SWIN))
+    with pytest.raises(ValueError, match='pad_small_map=False'):
+        check_any_size(MODELS.build(dict(SWIN, pad_small_map=False)))
