@@ -13,6 +13,7 @@ from torch import Tensor
 Size = Tuple[int, int]
 
 _MAX_CACHED = 64
+_MAX_STACKED = 2**17  # elements of the masks of some windows that are applied at once
 _cache: 'OrderedDict[tuple, object]' = OrderedDict()
 
 
@@ -141,7 +142,8 @@ class Windows(NamedTuple):
 
     ``tokens``: rows of ``(B * H * W, C)``, window after window, ``(n * h * w,)``; 0 at places of padding.
     ``padding``: which of ``tokens`` are padding, or None if none is. ``kept``: the others, then. ``target``: the
-    rows of ``kept``. ``runs``: how many windows in succession have which mask, bool ``(h * w, h * w)`` or None.
+    rows of ``kept``. ``runs``: how many windows in succession have which mask, bool ``(h * w, h * w)`` or None; a few
+    windows with different ones are one run, with ``(n, h * w, h * w)``.
     """
 
     tokens: Tensor
@@ -184,8 +186,8 @@ def _build_indices(
     kinds, order = kinds.flatten().sort(stable=True)
     below = (torch.arange(h) >= h - shift[0])[:, None].expand(h, w).flatten()
     right = (torch.arange(w) >= w - shift[1]).expand(h, w).flatten()
-    masks: List[Optional[Tensor]] = [None]
-    for kind in (1, 2, 3):
+    masks = []
+    for kind in range(4):
         labels = (below & (kind >= 2)).long() * 2 + (right & (kind % 2 == 1))
         masks.append((labels[:, None] == labels).to(device))
     pieces = []
@@ -201,7 +203,14 @@ def _build_indices(
                 padding=None if whole else (index == 0).nonzero().flatten().to(device),
                 kept=None if whole else kept.to(device),
                 target=target,
-                runs=[(n, masks[kind]) for kind, n in enumerate(of_kind.bincount().tolist()) if n],
+                runs=_runs(of_kind, masks),
             )
         )
     return pieces
+
+
+def _runs(kinds: Tensor, masks: List[Tensor]) -> List[Tuple[int, Optional[Tensor]]]:
+    runs = [(n, masks[kind] if kind else None) for kind, n in enumerate(kinds.bincount().tolist()) if n]
+    if len(runs) > 1 and len(kinds) * masks[0].numel() <= _MAX_STACKED:
+        return [(len(kinds), torch.stack([masks[kind] for kind in kinds.tolist()]))]
+    return runs

@@ -113,26 +113,29 @@ def test_indices_are_those_of_the_partition(hw, window, shift, batch, max_window
             assert sorted(piece.padding.tolist() + piece.kept.tolist()) == list(range(len(tokens)))
             assert (tokens[piece.kept] >= 0).all()
         targets.append(piece.target)
-        of_windows = [mask for n, mask in piece.runs for _ in range(n)]
+        of_windows = [
+            m for n, mask in piece.runs for m in (mask if mask is not None and mask.dim() == 3 else [mask] * n)
+        ]
         assert len(of_windows) == len(tokens) // N
         for window_tokens, mask in zip(tokens.view(-1, N), of_windows):
             found.append(by_tokens[tuple(window_tokens.tolist())])
-            if has_mask and mask is not None:
-                assert torch.equal(masks[found[-1]], mask)
-            else:
-                assert mask is None and (not has_mask or masks[found[-1]].all())
+            want = masks[found[-1]] if has_mask else torch.ones(N, N, dtype=torch.bool)
+            assert want.all() if mask is None else torch.equal(want, mask)
     assert sorted(found) == list(range(len(cut)))
     assert torch.equal(torch.cat(targets).sort().values, torch.arange(batch * H * W))
 
 
 def test_windows_of_one_mask_stand_together():
     """Only windows that the shift has wrapped around have one: at the right, at the bottom and in the corner."""
-    pieces = windows.window_indices(2, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu'))
+    pieces = windows.window_indices(4, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu'))
     (piece,) = pieces
     assert [(n, mask is not None) for n, mask in piece.runs] == [
-        (2 * 3 * 4, False),
-        (2 * 3, True),
-        (2 * 4, True),
-        (2 * 1, True),
+        (4 * 3 * 4, False),
+        (4 * 3, True),
+        (4 * 4, True),
+        (4 * 1, True),
     ]
-    assert windows.window_indices(2, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu')) is pieces
+    assert windows.window_indices(4, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu')) is pieces
+    (few,) = windows.window_indices(1, (28, 35), (7, 7), (3, 3), True, 1000, torch.device('cpu'))
+    ((n, masks),) = few.runs
+    assert n == 20 and masks.shape == (20, 49, 49) and (~masks.flatten(1).all(1)).sum() == 3 + 4 + 1
