@@ -205,11 +205,11 @@ class _LinearAttention(_SelfAttention):
         else:
             k = k + encoding
         q, k = self.features(q, k)
-        out = linear_attention(q, k, v, self.num_heads, self.normalizer_eps(k.shape[1]))
+        out = _linear_attention(q, k, v, self.num_heads, self.normalizer_eps(k.shape[1]))
         out = out.to(encoding.dtype)  # the weights': float32 under autocast, half in a model that was made so
         if self.sr_ratio > 1:  # the authors bring the values back to N tokens along the sequence, not on the map
             v = F.interpolate(v.transpose(1, 2), size=q.shape[1], mode='linear').transpose(1, 2)
-        return out + self.local(v, hw_shape)
+        return (self.local(v, hw_shape).unflatten(2, out.shape[2:]) + out).flatten(2)  # the sum is contiguous, as its first
 
     def normalizer_eps(self, num_tokens: int) -> float:
         """What keeps the normalizer ``q sum(k)`` over ``num_tokens`` keys from zero."""
@@ -304,8 +304,13 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float
     Returns:
         Tensor: ``(B, N, C)``.
     """
-    B, N, C = q.shape
-    M, d = k.shape[1], C // num_heads
+    return _linear_attention(q, k, v, num_heads, eps).flatten(2)
+
+
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float) -> Tensor:
+    """:func:`linear_attention` as ``(B, N, num_heads, C / num_heads)``, not contiguous."""
+    (_, N, C), M = q.shape, k.shape[1]
+    d = C // num_heads
     # on the meta device, where only shapes are computed, autocast does not exist
     with nullcontext() if v.is_meta else torch.autocast(v.device.type, enabled=False):
         if v.dtype in (torch.float16, torch.bfloat16):
@@ -314,7 +319,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: float
         normalizer = q @ k.sum(dim=2, keepdim=True).transpose(-2, -1) + eps  # (B, heads, N, 1)
         by_tokens = symbolic(N, M) or 2 * N * M > d * (N + M)
         out = q @ (k.transpose(-2, -1) @ v) if by_tokens else (q @ k.transpose(-2, -1)) @ v
-        return (out / normalizer).transpose(1, 2).reshape(B, N, C)
+        return (out / normalizer).transpose(1, 2)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
