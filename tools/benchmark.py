@@ -37,6 +37,14 @@ def parse_args() -> argparse.Namespace:
         metavar=('H', 'W'),
         help='pixels before padding (default: 800 1333 for the latency of a detector, else 224 224)',
     )
+    parser.add_argument(
+        '--scales',
+        type=int,
+        nargs='+',
+        default=(1,),
+        metavar='N',
+        help='measure at so many times these sides, as 1 2 4; adds a column of time per pixel',
+    )
     parser.add_argument('--batch-size', type=int, help='images at a time, for --throughput (default: 64)')
     parser.add_argument('--rounds', type=int, default=100, help='times that each is measured (default: 100)')
     parser.add_argument('--warmup', type=int, default=10, help='rounds before them (default: 10)')

@@ -49,6 +49,7 @@ class Settings:
         scope (str): 'model', the whole detector with its NMS and masks or the whole classifier; or 'backbone'.
         image (tuple, optional): Height and width in pixels, before the detector's data preprocessor pads them. Defaults to
             800x1333 for the latency of a detector, 224x224 else.
+        scales (sequence[int]): Measures each model at so many times these sides, in rows of their own.
         batch_size (int, optional): Images at a time, for 'throughput' alone. Defaults to 64 there.
         rounds, warmup (int): Rounds that are timed (at least 5), and rounds before them.
         dtype (str): 'fp32'; 'fp16' or 'bf16', weights and input; 'amp', autocast to fp16 on a GPU, to bf16 on a CPU.
@@ -67,6 +68,7 @@ class Settings:
     mode: str = 'latency'
     scope: str = 'model'
     image: Optional[Tuple[int, int]] = None
+    scales: Sequence[int] = (1,)
     batch_size: Optional[int] = None
     rounds: int = 100
     warmup: int = 10
@@ -85,6 +87,8 @@ class Settings:
                 raise ValueError(f'{name} must be one of {known}, but got {getattr(self, name)!r}.')
         if self.image is not None and (len(self.image) != 2 or min(self.image) < 1):
             raise ValueError(f'image must be a height and a width in pixels, but got {self.image!r}.')
+        if not self.scales or min(self.scales) < 1 or len(set(self.scales)) < len(self.scales):
+            raise ValueError(f'scales must be different positive integers, but got {tuple(self.scales)}.')
         if self.batch_size is not None and self.mode != 'throughput':
             raise ValueError(f'batch_size={self.batch_size} is for --throughput: {self.mode} is of one image.')
         if self.batch_size is None:
@@ -212,7 +216,12 @@ def names_of(configs: Sequence[PathLike]) -> List[str]:
 
 
 def prepare(
-    name: str, config: PathLike, cfg: Config, settings: Settings, checkpoint: Optional[PathLike] = None
+    name: str,
+    config: PathLike,
+    cfg: Config,
+    settings: Settings,
+    checkpoint: Optional[PathLike] = None,
+    scale: int = 1,
 ) -> List[Subject]:
     """Builds the model of a config, and with ``settings.no_fold`` also its unfolded twin, and runs each once.
 
@@ -232,7 +241,7 @@ def prepare(
     model = _build(cfg, settings.seed, checkpoint)
     kind = 'classifier' if _is_classifier(cfg) else 'detector'
     large = kind == 'detector' and settings.mode != 'throughput'
-    image = tuple(settings.image or (DETECTION_SIZE if large else CLASSIFICATION_SIZE))
+    image = tuple(scale * side for side in settings.image or (DETECTION_SIZE if large else CLASSIFICATION_SIZE))
     divisor = getattr(getattr(model, 'data_preprocessor', None), 'pad_size_divisor', 1) or 1
     padded = tuple(-(-side // divisor) * divisor for side in image)
     try:
@@ -250,6 +259,8 @@ def prepare(
         label = name
         if changed and number == 0:
             label += ' (folded)' if folded else ' (inference form)'
+        if len(settings.scales) > 1:
+            label += f', {image[0]}x{image[1]}'
         layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         variant = variant.to(device=device, dtype=dtype, memory_format=layout)
         x = _input(settings, padded).to(device=device, dtype=dtype, memory_format=layout)

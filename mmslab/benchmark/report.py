@@ -39,6 +39,10 @@ class Report:
     machine: Dict[str, Any] = field(default_factory=dict)
     left_out: List[str] = field(default_factory=list)  # of the drawing
 
+    @property
+    def sizes_differ(self) -> bool:
+        return len({s.padded for s in self.subjects}) > 1
+
     def rows(self) -> List[Dict[str, Any]]:
         """What the JSON has of each row. Times are in ms, of a batch; ratios are of times, to the first row."""
         found = []
@@ -59,6 +63,9 @@ class Report:
             if self.seconds is not None:
                 row['ms'] = statistics(self.seconds[i] * 1e3)
                 row['ratio'], row['ratio_interval'] = ratio(self.seconds[i], self.seconds[0])
+                if self.sizes_differ:
+                    pixels, first = (t.padded[0] * t.padded[1] for t in (s, self.subjects[0]))
+                    row['ratio_per_pixel'] = row['ratio'] * first / pixels
                 if self.settings.mode == 'throughput':
                     row['images_per_second'] = self.settings.batch_size / float(np.mean(self.seconds[i]))
                 row['rounds_ms'] = (self.seconds[i] * 1e3).tolist()
@@ -78,6 +85,8 @@ class Report:
                 'ratio: median over the rounds of the time of the row over that of the first row in the same round, and its '
                 '95% bootstrap interval.'
             )
+        if self.seconds is not None and self.sizes_differ:
+            notes.append('per pixel: the ratio of times divided by the ratio of pixels, padded ones included.')
         notes.append(
             'peak memory: beyond weights and input, in one forward. GFLOPs: multiply-adds of one image, counted unfolded.'
         )
@@ -149,6 +158,8 @@ def table(report: Report) -> Table:
     result = Table(title=settings_line(report), box=box.SIMPLE_HEAD, padding=(0, 1), title_justify='left')
     result.add_column('model', justify='left', overflow='fold')
     columns = ['mean\nms', 'median\nms', 'p90\nms', 'std\nms', 'ratio\n(95%)'] if timed else []
+    if timed and report.sizes_differ:
+        columns.append('per\npixel')
     columns = (['images\n/s'] if mode == 'throughput' else []) + columns + ['params\nM', 'GFLOPs\n', 'peak\nMiB']
     unit = {'latency': 'ms', 'throughput': 'images/s'}.get(mode)
     for column in columns + ([f'V100\n{unit}'] if unit else []):
@@ -161,6 +172,8 @@ def table(report: Report) -> Table:
             cells += [_digits(row['ms'][k]) for k in ('mean', 'median', 'p90', 'std')]
             low, high = row['ratio_interval']
             cells.append(f'{row["ratio"]:.3f} ({low:.3f}-{high:.3f})' if i else '1')
+            if report.sizes_differ:
+                cells.append(f'{row["ratio_per_pixel"]:.3f}')
         cells.append(f'{row["params"] / 1e6:.2f}')
         cells.append('-' if row['flops'] is None else _digits(row['flops'] / 1e9))
         cells.append(f'{row["peak_memory_bytes"] / MIB:.1f}')

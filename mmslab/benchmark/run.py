@@ -54,10 +54,12 @@ def run(
     names, subjects = names_of(configs), []
     columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not show_progress) as progress:
-        task = progress.add_task('building', total=len(configs))
+        task = progress.add_task('building', total=len(configs) * len(settings.scales))
         for i, cfg in enumerate(found):
-            subjects += prepare(names[i], configs[i], cfg, settings, checkpoints[i] if checkpoints else None)
-            progress.advance(task)
+            for scale in settings.scales:
+                saved = checkpoints[i] if checkpoints else None
+                subjects += prepare(names[i], configs[i], cfg, settings, saved, scale)
+                progress.advance(task)
         seconds = None
         if settings.mode != 'flops':
             task = progress.add_task('measuring', total=len(subjects) * (settings.rounds + settings.warmup))

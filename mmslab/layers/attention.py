@@ -209,7 +209,9 @@ class _LinearAttention(_SelfAttention):
         out = out.to(encoding.dtype)  # the weights': float32 under autocast, half in a model that was made so
         if self.sr_ratio > 1:  # the authors bring the values back to N tokens along the sequence, not on the map
             v = F.interpolate(v.transpose(1, 2), size=q.shape[1], mode='linear').transpose(1, 2)
-        return (self.local(v, hw_shape).unflatten(2, out.shape[2:]) + out).flatten(2)  # the sum is contiguous, as its first
+        return (self.local(v, hw_shape).unflatten(2, out.shape[2:]) + out).flatten(
+            2
+        )  # the sum is contiguous, as its first
 
     def normalizer_eps(self, num_tokens: int) -> float:
         """What keeps the normalizer ``q sum(k)`` over ``num_tokens`` keys from zero."""
@@ -219,10 +221,18 @@ class _LinearAttention(_SelfAttention):
         """The depth-wise convolution of the values (Eq. 9), all heads at once: ``(B, N, C)`` to the same."""
         B, N, C = v.shape
         grid = v.reshape(B, *hw_shape, C).permute(0, 3, 1, 2)
-        weight = self.dwc.weight.repeat(self.num_heads, 1, 1, 1)
-        bias = self.dwc.bias.repeat(self.num_heads)
+        weight, bias = self.dwc.weight, self.dwc.bias
+        if not self.deploy:
+            weight, bias = weight.repeat(self.num_heads, 1, 1, 1), bias.repeat(self.num_heads)
         grid = F.conv2d(grid, weight, bias, padding=self.dwc.padding, groups=C)
         return grid.permute(0, 2, 3, 1).reshape(B, N, C)
+
+    def switch_to_deploy(self) -> None:
+        """The inference form: the kernels that the heads share are there once for each."""
+        super().switch_to_deploy()
+        for name, shared in list(self.dwc.named_parameters()):
+            copies = shared.detach().repeat(self.num_heads, *[1] * (shared.dim() - 1))
+            setattr(self.dwc, name, nn.Parameter(copies, requires_grad=False))
 
     def forward(
         self,
@@ -315,11 +325,13 @@ def _linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: floa
     with nullcontext() if v.is_meta else torch.autocast(v.device.type, enabled=False):
         if v.dtype in (torch.float16, torch.bfloat16):
             q, k, v = q.float(), k.float(), v.float()
-        q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
-        normalizer = q @ k.sum(dim=2, keepdim=True).transpose(-2, -1) + eps  # (B, heads, N, 1)
-        by_tokens = symbolic(N, M) or 2 * N * M > d * (N + M)
-        out = q @ (k.transpose(-2, -1) @ v) if by_tokens else (q @ k.transpose(-2, -1)) @ v
-        return (out / normalizer).transpose(1, 2)
+        q, k, v = (split_heads(t, num_heads).flatten(0, 1) for t in (q, k, v))  # (B * heads, N, d)
+        normalizer = torch.bmm(q, k.sum(dim=1).unsqueeze(2)) + eps
+        if symbolic(N, M) or 2 * N * M > d * (N + M):
+            out = torch.bmm(q, torch.bmm(k.transpose(1, 2), v))
+        else:
+            out = torch.bmm(torch.bmm(q, k.transpose(1, 2)), v)
+        return (out / normalizer).unflatten(0, (-1, num_heads)).transpose(1, 2)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
