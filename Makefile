@@ -1,4 +1,4 @@
-# make demo   trains, recalibrates, evaluates, draws and folds a small SLAB-Swin Mask R-CNN   (about 12 minutes on two cores)
+# make demo   trains, recalibrates, evaluates, draws, folds and times a small SLAB-Swin Mask R-CNN   (about 12 minutes on two cores)
 # make test   runs all tests
 # Each sets up what is missing: a virtual environment in .venv, the pinned requirements, mmcv's compiled ops.
 PYTHON ?= python3

@@ -1,4 +1,4 @@
-"""The whole way on a small scale: data, training, recalibration, evaluation, drawings, folding."""
+"""The whole way on a small scale: data, training, recalibration, evaluation, drawings, folding, timing."""
 
 import contextlib
 import io
@@ -13,6 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .apis import build_tester, build_trainer, infer
+from .benchmark.models import Settings
+from .benchmark.report import machine_line
+from .benchmark.report import table as report_table
+from .benchmark.run import run
 from .data.checks import check_writable
 from .data.shapes import make_shapes
 from .deploy.convert import deploy
@@ -36,7 +40,7 @@ def run_demo(
     options: Optional[Dict[str, Any]] = None,
 ) -> dict:
     """Makes the shapes, trains ``configs/demo/maskrcnn_slab_swin_shapes.py`` on them, evaluates the checkpoint, draws,
-    and folds the checkpoint for inference.
+    folds the checkpoint for inference, and times it folded beside unfolded.
 
     An earlier demo in ``out`` is moved aside to ``<out>.1``, ``<out>.2``..., not overwritten; shapes that are in
     ``data`` are used again.
@@ -55,7 +59,7 @@ def run_demo(
     out, data = Path(out), Path(data)
     _move_aside(out)
     check_writable(out, 'out')
-    console.rule('1/5  data')
+    console.rule('1/6  data')
     if (data / 'annotations' / 'instances_val.json').exists():
         console.print(f'using the shapes in {data}')
     else:
@@ -63,7 +67,7 @@ def run_demo(
         console.print(f'{data}: {counts["train"]} instances to train on, {counts["val"]} held out')
     os.environ['SHAPES_ROOT'] = str(data)
 
-    console.rule('2/5  training')
+    console.rule('2/6  training')
     console.print('LayerNorm (gamma 1) fades into RepBN (gamma 0); at the end the BN statistics are recalibrated')
     with _log_file_only():
         runner = build_trainer(CONFIG, work_dir=out, options=options)
@@ -76,13 +80,13 @@ def run_demo(
     checkpoint = out / 'slab_swin_shapes.pth'
     shutil.copyfile(out / f'epoch_{runner.max_epochs}.pth', checkpoint)
 
-    console.rule('3/5  evaluation of the final checkpoint')
+    console.rule('3/6  evaluation of the final checkpoint')
     with _log_file_only():
         tester = build_tester(CONFIG, checkpoint, work_dir=out / 'test', options=options)
         metrics = tester.test()
     final_gamma = max(float(m.gamma) for m in prepbn_modules(tester.model))
 
-    console.rule('4/5  drawings')
+    console.rule('4/6  drawings')
     chosen = out / 'images'
     chosen.mkdir()
     for image in sorted((data / 'val').iterdir())[:images]:  # enlarged: labels would cover images of 128 pixels
@@ -93,11 +97,17 @@ def run_demo(
     draw_sheet(drawn, out / 'drawn.jpg')
     draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
 
-    console.rule('5/5  folding')
+    console.rule('5/6  folding')
     with _log_file_only():
         deployed = deploy(CONFIG, checkpoint, out / 'deploy', options=options)
     console.print("RepBN is an affine map by now: every norm of the backbone's blocks becomes part of its neighbours")
     console.print(differences_table(deployed.differences))
+
+    console.rule('6/6  timing')
+    trained = out / CONFIG.name  # as the training has dumped it, options included
+    report = run([trained], Settings(image=(128, 128), rounds=30, warmup=5, no_fold=True), [checkpoint])
+    console.print(report_table(report))
+    console.print(f'measured on {machine_line(report.machine)}', highlight=False)
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))
     console.print('gamma over the iterations: ' + '  '.join(f'{gamma[0][i]}: {gamma[1][i]:.2f}' for i in picked))

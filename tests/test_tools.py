@@ -136,6 +136,7 @@ def test_demo_trains_evaluates_and_draws(trained):
     assert 'folded against original' in run.stdout and 'second stage' in run.stdout
     state = torch.load(root / 'demo' / 'deploy' / 'slab_swin_shapes_deploy.pth', weights_only=True)['state_dict']
     assert not any('repbn' in key for key in state)
+    assert 'maskrcnn_slab_swin_shapes (folded)' in run.stdout and 'latency of the whole model' in run.stdout
     curves = cv2.imread(str(root / 'demo' / 'curves.png'))
     assert curves.shape[0] > 600 and curves.std() > 10
 

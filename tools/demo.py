@@ -1,4 +1,4 @@
-"""Trains, recalibrates, evaluates, draws and folds a small SLAB-Swin Mask R-CNN on shapes that it makes."""
+"""Trains, recalibrates, evaluates, draws, folds and times a small SLAB-Swin Mask R-CNN on shapes that it makes."""
 
 import argparse
 

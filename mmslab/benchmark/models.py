@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 import torch.nn as nn
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 
 from .. import checkpoints
@@ -331,7 +332,8 @@ def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
     with quiet():
         init_default_scope(cfg.get('default_scope', 'mmdet'))
     torch.manual_seed(seed)
-    model = MODELS.build(cfg.model)
+    with quiet():
+        model = MODELS.build(cfg.model)
     if checkpoint is None:
         with quiet():
             model.init_weights()
@@ -348,6 +350,9 @@ def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the log lines of mmengine, one for each parameter, and the warnings of tracing and of mmdet's heads."""
+    logger = MMLogger.get_current_instance()  # no logger of logging's own, which logging.disable() would reach
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -355,6 +360,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def part_of(model: nn.Module, part: str) -> Tuple[nn.Module, List[str]]:
       takes.
 
     Anchors, the choice of proposals, non-maximum suppression and the second stage are left to the caller: mmdet's
-    code for them branches on the data and calls mmcv's compiled operators, which no exporter follows.
+    code for them branches on the data and calls mmcv's compiled operators, which have no form in ONNX.
     """
     if part == 'backbone':
         return _Part(model.backbone, lambda m, x: _tensors(m(x))), [f'map{i}' for i in model.backbone.out_indices]
