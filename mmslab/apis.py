@@ -23,9 +23,14 @@ def load_config(config: PathLike, options: Optional[Dict[str, Any]] = None, laun
 
     Raises:
         FileNotFoundError: If there is no such file.
+        ValueError: If it has not the name of a config file.
     """
     if not os.path.isfile(config):
         raise FileNotFoundError(f'config {str(config)!r} does not exist. The configs are in configs/.')
+    if not str(config).endswith(('.py', '.yml', '.yaml', '.json')):
+        raise ValueError(
+            f'config {str(config)!r} is no config file (.py, .yml, .yaml or .json). The config comes first.'
+        )
     try:
         cfg = Config.fromfile(str(config))
     except Exception:

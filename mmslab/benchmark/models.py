@@ -150,7 +150,7 @@ def check_inputs(configs: Sequence[PathLike], saved: Optional[Sequence[PathLike]
         raise ValueError('no config given. The configs are in configs/.')
     if saved and len(saved) != len(configs):
         raise ValueError(
-            f'--checkpoint has {len(saved)} files for {len(configs)} configs. Give one for each, in their order, or none.'
+            f'--checkpoint must name one file for each config, in their order, but got {len(saved)} for {len(configs)} configs.'
         )
     for path in saved or ():
         check_checkpoint(path, 'checkpoint')
@@ -250,7 +250,8 @@ def prepare(
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from e
     folded = _norms(variants[0]) < _norms(model)
-    changed = folded or isinstance(model.backbone, SLABBackbone)
+    ours = isinstance(model.backbone, SLABBackbone)
+    changed = folded or (ours and not model.backbone.deploy)
     if settings.no_fold and changed:
         variants.append(copy.deepcopy(model))
 
@@ -258,7 +259,7 @@ def prepare(
     for number, variant in enumerate(variants):
         is_folded = folded and number == 0
         label = name
-        if changed and number == 0:
+        if number == 0 and (changed or ours):
             label += ' (folded)' if folded else ' (inference form)'
         if len(settings.scales) > 1:
             label += f', {image[0]}x{image[1]}'

@@ -41,7 +41,8 @@ def check_foldable(model: nn.Module) -> None:
         if isinstance(module, PRepBN) and (module.ln_needed or module.gamma > 0):
             raise ValueError(
                 f'layer {name!r} has gamma={module.gamma.item():g}: its LayerNorm is still in use and cannot be folded. Train '
-                'until gamma is 0 (GammaDecayHook), or call mmslab.layers.set_gamma(model, 0) and accept other outputs.'
+                'until gamma is 0 (GammaDecayHook), or call mmslab.layers.set_gamma(model, 0) and accept other outputs. With '
+                "norm_cfg=dict(type='PRepBN', gamma=0.0) an out_norm_cfg has a gamma of its own."
             )
 
 
