@@ -10,7 +10,7 @@ demo: $(READY)
 	.venv/bin/python tools/demo.py
 
 test: $(READY) lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	.venv/bin/ruff check .

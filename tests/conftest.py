@@ -10,9 +10,7 @@ import torch
 import mmslab  # noqa: F401  (registers its names)
 from mmslab.layers import PRepBN, RepBN
 
-# two threads for one process, one for each of two
-os.environ.setdefault('OMP_NUM_THREADS', '1' if 'PYTEST_XDIST_WORKER' in os.environ else '2')
-torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+os.environ.setdefault('OMP_NUM_THREADS', '2')
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / 'data' / 'golden'
 
