@@ -422,6 +422,10 @@ _OF_FOLDED = re.compile(r'\.qkv_of_padding$|\.attn\.(bias|sr_shift)$|(^|\.)norm\
 _OF_UNFOLDED = re.compile(r'(^|\.)norm\d*\.(repbn\.|eta$|bn\.)|\.relative_position_bias_table$')
 
 
+def _differ(own: Tensor, other: Optional[Tensor]) -> bool:
+    return other is not None and own.shape != other.shape
+
+
 def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
     """Raises ValueError if ``backbone`` is one of this package, and one of it and ``state`` is folded, the other not."""
     if not hasattr(backbone, 'deploy') or not hasattr(backbone, 'patch_embed'):
@@ -433,6 +437,10 @@ def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
         folded = True
     elif any(_OF_UNFOLDED.search(k) for k in state) or (blocks and lacking):
         folded = False
+    else:  # blocks with LayerNorm: folding copies the kernels that the heads of a linear attention share
+        other = [(k, len(v), len(state[k])) for k, v in backbone.state_dict().items() if _differ(v, state.get(k))]
+        if other and all('.dwc.' in k for k, _, _ in other):
+            folded = other[0][2] > other[0][1]
     if folded and not backbone.deploy:
         raise ValueError(
             f'checkpoint {name} is folded: its norms have become part of other layers. Set deploy=True in the config of '

@@ -106,7 +106,7 @@ def run_demo(
     console.rule('6/6  timing')
     trained = out / CONFIG.name  # as the training has dumped it, options included
     report = run([trained], Settings(image=(128, 128), rounds=30, warmup=5, no_fold=True), [checkpoint])
-    console.print(report_table(report))
+    (console if console.is_terminal else Console(width=160)).print(report_table(report))
     console.print(f'measured on {machine_line(report.machine)}', highlight=False)
 
     picked = range(0, len(gamma[0]), max(1, len(gamma[0]) // 10))

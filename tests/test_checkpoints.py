@@ -346,11 +346,20 @@ def test_folded_checkpoints_and_unfolded_ones(tmp_path, make, kwargs, prefix):
 
 
 def test_a_backbone_that_folding_leaves_alone_loads_either_way():
-    kwargs = dict(arch=DEIT_ARCH, out_norm_cfg=dict(type='LN'), **LN)
+    kwargs = dict(arch=DEIT_ARCH, attn='softmax', out_norm_cfg=dict(type='LN'), **LN)
     plain, deployed = randomize(SLABDeiT(**kwargs)), SLABDeiT(**kwargs, deploy=True)
     load_pretrained(deployed, plain.state_dict())
     assert_relative(outputs(deployed)[0], outputs(plain)[0], 1e-6)
     load_pretrained(SLABDeiT(**kwargs), deployed.state_dict())
+
+
+def test_shared_kernels_tell_a_folded_checkpoint_with_layernorms():
+    kwargs = dict(arch=DEIT_ARCH, attn='sla', out_norm_cfg=dict(type='LN'), **LN)
+    plain, deployed = SLABDeiT(**kwargs), SLABDeiT(**kwargs, deploy=True)
+    with pytest.raises(ValueError, match='is not folded, but the SLABDeiT is built with deploy=True'):
+        load_pretrained(deployed, plain.state_dict())
+    with pytest.raises(ValueError, match='is folded.*deploy=True'):
+        load_pretrained(plain, deployed.state_dict())
 
 
 def test_output_norms_that_went_into_the_neck_are_named():

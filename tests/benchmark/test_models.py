@@ -180,7 +180,12 @@ def test_a_gpu_that_is_not_there(monkeypatch):
         (['mmdet::no.py'], None, FileNotFoundError, "'mmdet::no.py' does not exist: mmdet has no configs/no.py"),
         (['mmnone::a.py'], None, ValueError, "no package 'mmnone' is installed"),
         ([ROOT / 'configs/_base_/coco_1x.py'], None, ValueError, 'has no model with a backbone'),
-        ([CLASSIFIER], ['a', 'b'], ValueError, '--checkpoint must name one file for each config, in their order, but got 2 for 1'),
+        (
+            [CLASSIFIER],
+            ['a', 'b'],
+            ValueError,
+            '--checkpoint must name one file for each config, in their order, but got 2 for 1',
+        ),
         ([CLASSIFIER], ['a.pth'], FileNotFoundError, "checkpoint 'a.pth' does not exist"),
     ],
 )
