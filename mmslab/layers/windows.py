@@ -4,7 +4,7 @@ A map here is ``(B, H, W, C)``; windows of it are ``(B * num_windows, h * w, C)`
 """
 
 from collections import OrderedDict
-from typing import Callable, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -184,12 +184,7 @@ def _build_indices(
         kinds[:, -1] += 2 * (shift[0] > 0)
         kinds[:, :, -1] += shift[1] > 0
     kinds, order = kinds.flatten().sort(stable=True)
-    below = (torch.arange(h) >= h - shift[0])[:, None].expand(h, w).flatten()
-    right = (torch.arange(w) >= w - shift[1]).expand(h, w).flatten()
-    masks = []
-    for kind in range(4):
-        labels = (below & (kind >= 2)).long() * 2 + (right & (kind % 2 == 1))
-        masks.append((labels[:, None] == labels).to(device))
+    masks = {kind: _wrapped_mask(kind, window, shift).to(device) for kind in kinds.unique().tolist()} if masked else {}
     pieces = []
     count = -(-len(order) // max_windows)
     for members, of_kind in zip(order.tensor_split(count), kinds.tensor_split(count)):
@@ -209,8 +204,17 @@ def _build_indices(
     return pieces
 
 
-def _runs(kinds: Tensor, masks: List[Tensor]) -> List[Tuple[int, Optional[Tensor]]]:
+def _wrapped_mask(kind: int, window: Size, shift: Size) -> Tensor:
+    """The mask of a window that the shift has wrapped around, 1: across, 2: down, 3: both; of 0 it allows all."""
+    h, w = window
+    below = (torch.arange(h) >= h - shift[0])[:, None].expand(h, w).flatten() & (kind >= 2)
+    right = (torch.arange(w) >= w - shift[1]).expand(h, w).flatten() & (kind % 2 == 1)
+    labels = below.long() * 2 + right
+    return labels[:, None] == labels
+
+
+def _runs(kinds: Tensor, masks: Dict[int, Tensor]) -> List[Tuple[int, Optional[Tensor]]]:
     runs = [(n, masks[kind] if kind else None) for kind, n in enumerate(kinds.bincount().tolist()) if n]
-    if len(runs) > 1 and len(kinds) * masks[0].numel() <= _MAX_STACKED:
+    if len(runs) > 1 and sum(masks[kind].numel() for kind in kinds.tolist()) <= _MAX_STACKED:
         return [(len(kinds), torch.stack([masks[kind] for kind in kinds.tolist()]))]
     return runs

@@ -9,7 +9,7 @@ from mmengine.registry import MODELS
 
 from mmslab.backbones import SLABPVT, SLABCSWin, SLABDeiT, SLABSwin
 from mmslab.backbones.base import SLABBackbone
-from mmslab.layers import PRepBN, RepBN, SimplifiedLinearAttention, inference, set_gamma
+from mmslab.layers import PRepBN, RepBN, SimplifiedLinearAttention, inference, set_gamma, windows
 from mmslab.layers.fold import Affine
 from mmslab.layers.norm import TokenBN
 
@@ -439,3 +439,13 @@ def test_gamma_set_to_zero_makes_a_model_foldable():
         model.switch_to_deploy()
     set_gamma(model, 0)
     assert_folds(model, PADDED)
+
+
+def test_no_mask_is_made_for_linear_attention(monkeypatch):
+    """Nor would it be used: a mask of windows of 56x56 tokens has ten million entries."""
+    made, make = [], windows._wrapped_mask
+    monkeypatch.setattr(windows, '_cache', type(windows._cache)())
+    monkeypatch.setattr(windows, '_wrapped_mask', lambda *a: made.append(a) or make(*a))
+    for attn, masks in (('sla', False), ('focused', False), ('softmax', True)):
+        outputs(folded_copy(ready(FAMILIES['swin'](attn=attn))), torch.randn(1, 3, *PADDED))
+        assert bool(made) == masks
