@@ -1,21 +1,19 @@
-"""What the command lines do, as functions: build a trainer or a tester, draw detections."""
+"""What the command lines do, as functions: build a trainer or a tester, infer."""
 
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, Optional, Union
 
-import cv2
 import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
-from rich.progress import track
 
 from . import checkpoints
 from .data.checks import check_datasets, check_writable
+from .infer import infer  # noqa: F401  (handed on)
 from .versions import check_detection
 
 PathLike = Union[str, os.PathLike]
-IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
 def load_config(config: PathLike, options: Optional[Dict[str, Any]] = None, launcher: str = 'none') -> Config:
@@ -156,74 +154,6 @@ def build_tester(
 
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=str(out)))
     return runner
-
-
-def infer(
-    images: PathLike,
-    config: PathLike,
-    checkpoint: PathLike,
-    out: PathLike,
-    score_thr: float = 0.3,
-    device: Optional[str] = None,
-    force: bool = False,
-    trust_checkpoint: bool = False,
-) -> List[Path]:
-    """Draws the boxes and masks that a detector finds into copies of images.
-
-    Args:
-        images (str | Path): An image, or a folder of images.
-        out (str | Path): A folder for the drawn images, under their own names.
-        score_thr (float): Detections below it are not drawn, in [0, 1].
-        device (str, optional): 'cpu', 'cuda:0', ... By default a GPU if there is one.
-        force (bool): Whether to replace images of the same name in ``out``.
-
-    Returns:
-        list[Path]: The files written.
-
-    Raises:
-        FileNotFoundError: If there are no images, config or checkpoint.
-        FileExistsError: If ``out`` has an image of the same name and ``force`` is not set.
-        ValueError: For a score threshold outside [0, 1].
-    """
-    check_detection()
-    if not 0 <= score_thr <= 1:
-        raise ValueError(f'score_thr must lie in [0, 1], but got {score_thr}.')
-    source = Path(images)
-    if source.is_dir():
-        files = sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    else:
-        files = [source] if source.is_file() else []
-    if not files:
-        raise FileNotFoundError(
-            f'no image at {str(images)!r}. Give an image, or a folder with some of {IMAGE_SUFFIXES}.'
-        )
-    unreadable = [f for f in files if not cv2.haveImageReader(str(f))]
-    if unreadable:
-        raise ValueError(f'{str(unreadable[0])!r} is no image that can be read. Remove it, or give another folder.')
-    if Path(out).resolve() == (source if source.is_dir() else source.parent).resolve():
-        raise ValueError(
-            f'out={str(out)!r} is where the images are, which would be overwritten. Choose another folder.'
-        )
-    check_device(device)
-    check_checkpoint(checkpoint, 'checkpoint')
-    cfg = load_config(config)
-    without_init_cfg(cfg.get('model'))
-    written = [Path(out) / f.name for f in files]
-    present = [p for p in written if p.exists()]
-    if present and not force:
-        raise FileExistsError(f'out: {str(present[0])!r} exists. Choose another folder, or pass --force.')
-    check_writable(out, 'out')
-    checkpoints.use_safe_loading(trust_checkpoint)
-
-    from mmdet.apis import DetInferencer
-
-    inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
-    checkpoints.check_fits(inferencer.model, checkpoint)
-    for file, target in track(list(zip(files, written)), description='drawing', disable=len(files) == 1):
-        result = inferencer(str(file), return_vis=True, no_save_pred=True, pred_score_thr=score_thr)
-        if not cv2.imwrite(str(target), result['visualization'][0][..., ::-1]):
-            raise OSError(f'out: {str(target)!r} cannot be written.')
-    return written
 
 
 def check_device(device: Optional[str]) -> None:

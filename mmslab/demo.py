@@ -12,7 +12,7 @@ import cv2
 from rich.console import Console
 from rich.table import Table
 
-from .apis import build_tester, build_trainer, infer
+from .apis import build_tester, build_trainer
 from .benchmark.models import Settings
 from .benchmark.report import machine_line
 from .benchmark.report import table as report_table
@@ -21,6 +21,7 @@ from .data.checks import check_writable
 from .data.shapes import make_shapes
 from .deploy.convert import deploy
 from .deploy.convert import table as differences_table
+from .infer import infer
 from .layers.norm import prepbn_modules
 from .plots import draw_curves, draw_sheet, read_scalars
 
@@ -93,7 +94,7 @@ def run_demo(
         enlarged = cv2.resize(cv2.imread(str(image)), None, fx=3, fy=3, interpolation=cv2.INTER_CUBIC)
         cv2.imwrite(str(chosen / f'{image.stem}.png'), enlarged)
     with _log_file_only():
-        drawn = infer(chosen, CONFIG, checkpoint, out / 'drawn', score_thr=0.5)
+        drawn = infer(chosen, CONFIG, checkpoint, out / 'drawn', score_thr=0.5).drawn
     draw_sheet(drawn, out / 'drawn.jpg')
     draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
 

@@ -114,6 +114,7 @@ def test_infer_draws_a_folder_and_an_image(trained):
     args = ('--config', CONFIG, '--checkpoint', 'out/epoch_2.pth', '--out', 'drawn', '--score-thr', 0.0)
     run = tool('infer', 'shapes/val', *args, cwd=root)
     assert run.returncode == 0 and '4 images drawn into drawn' in run.stdout, run.stderr
+    assert 'detections with a score of at least 0 in drawn/predictions.json' in run.stdout
     for image in (root / 'shapes' / 'val').iterdir():
         drawn = cv2.imread(str(root / 'drawn' / image.name))
         assert drawn is not None and abs(drawn.astype(int) - cv2.imread(str(image))).max() > 30
@@ -132,7 +133,8 @@ def test_demo_trains_evaluates_and_draws(trained):
     for said in ('using the shapes in shapes', 'gamma over the iterations', 'before recalibration', 'mask AP50'):
         assert said in run.stdout, run.stdout
     assert 'gamma of the final checkpoint: 0' in run.stdout and 'mmengine - INFO' not in run.stdout
-    assert (root / 'demo' / 'slab_swin_shapes.pth').exists() and len(list((root / 'demo' / 'drawn').iterdir())) == 4
+    assert (root / 'demo' / 'slab_swin_shapes.pth').exists() and len(list((root / 'demo' / 'drawn').glob('*.png'))) == 4
+    assert len(list((root / 'demo' / 'drawn').iterdir())) == 5  # and predictions.json
     assert 'folded against original' in run.stdout and 'second stage' in run.stdout
     state = torch.load(root / 'demo' / 'deploy' / 'slab_swin_shapes_deploy.pth', weights_only=True)['state_dict']
     assert not any('repbn' in key for key in state)
