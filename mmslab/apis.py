@@ -124,7 +124,8 @@ def build_tester(
 
     Args:
         out (str | Path, optional): A .pkl file to write the predictions to.
-        show_dir (str | Path, optional): A folder, within ``work_dir``'s run, for images with predictions.
+        show_dir (str | Path, optional): A folder, within ``work_dir``'s run, for images with predictions, in the folders
+            that they are in below the one that all of the test set's share.
         show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
     """
     cfg = load_config(config, options, launcher)
@@ -134,18 +135,20 @@ def build_tester(
         raise ValueError(f'--out must name a .pkl file, but got {str(out)!r}.')
     if out is not None and os.path.exists(out):
         raise FileExistsError(f'--out {str(out)!r} exists. Choose another name.')
+    if show or show_dir:
+        _check_show(cfg, show_dir)
     check_datasets(cfg, ('test',))
     check_checkpoint(checkpoint, 'checkpoint')
     check_writable(cfg.work_dir, 'work_dir')
     without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
     cfg.load_from = str(checkpoint)
     if show or show_dir:
-        hooks = cfg.default_hooks
-        if 'visualization' not in hooks:
-            raise ValueError('--show and --show-dir need a visualization hook in default_hooks of the config.')
-        hooks.visualization.update(draw=True, show=show, wait_time=wait_time)
+        hook = cfg.default_hooks.visualization
+        hook.update(draw=True, show=show, wait_time=wait_time)
         if show_dir:
-            hooks.visualization.test_out_dir = str(show_dir)
+            hook.test_out_dir = str(show_dir)
+            if hook.type in ('DetVisualizationHook', 'mmdet.DetVisualizationHook'):
+                hook.type = 'mmslab.hooks.visualization.FolderVisualizationHook'
     checkpoints.use_safe_loading(trust_checkpoint)
     runner = Runner.from_cfg(cfg)
     checkpoints.check_fits(runner.model, checkpoint)
@@ -178,6 +181,22 @@ def check_checkpoint(path: PathLike, name: str) -> None:
     """Raises FileNotFoundError, calling it ``name``, if ``path`` is a local file that does not exist."""
     if '://' not in str(path) and not os.path.isfile(path):
         raise FileNotFoundError(f'{name} {str(path)!r} does not exist. Give the path of a .pth file.')
+
+
+def _check_show(cfg: Config, show_dir: Optional[PathLike]) -> None:
+    """Raises ValueError if ``cfg`` has no hook that draws detections, FileExistsError if ``show_dir`` has files in it."""
+    if 'visualization' not in cfg.default_hooks:
+        raise ValueError('--show and --show-dir need a visualization hook in default_hooks of the config.')
+    if cfg.default_hooks.visualization.type in ('VisualizationHook', 'mmpretrain.VisualizationHook'):
+        raise ValueError(
+            '--show and --show-dir draw detections, and the config is of a classifier. For the images with their classes use '
+            '--cfg-options default_hooks.visualization.enable=True default_hooks.visualization.interval=1 '
+            'default_hooks.visualization.out_dir=DIR.'
+        )
+    if show_dir:  # which may lead out of the new folder of this run
+        folder = os.path.normpath(os.path.join(cfg.work_dir, '<run>', show_dir))
+        if os.path.isdir(folder) and os.listdir(folder):
+            raise FileExistsError(f'--show-dir {str(show_dir)!r} has files in it. Choose another folder.')
 
 
 def _init_cfgs(node: Any):
