@@ -23,6 +23,7 @@ from .processes import allowed_cores
 PathLike = Union[str, os.PathLike]
 DRAWINGS = ('.png', '.pdf', '.svg')
 MIB = 2**20
+MANY_FAULTS = 1000  # of a forward: about a millisecond
 MARKERS = dict(
     zip(
         GROUPS,
@@ -126,7 +127,8 @@ class Report:
                 'faults: minor page faults of one forward, each a page that the kernel maps at its first touch; sys: CPU time in '
                 'the kernel of one forward, all threads together. Means.'
             )
-            if self.settings.torch_device.type == 'cpu' and self.machine.get('allocator', {}).get('name') == 'glibc':
+            glibc = self.machine.get('allocator', {}).get('name') == 'glibc'
+            if glibc and max(row['faults'] for row in self.rows()) >= MANY_FAULTS:
                 notes.append(advice())
         notes.append(
             'peak memory: beyond weights and input, in one forward. GFLOPs: multiply-adds of one image, counted unfolded.'
@@ -156,7 +158,7 @@ class Report:
         for row in self.rows()[1:]:
             each = ', '.join(f'{p["ratio"]:.3f}' for p in row['processes'])
             low, high = row['ratio_interval']
-            notes.append(f'  {row["name"]}: {each}; {row["ratio_mean"]:.3f} ({low:.3f}-{high:.3f})')
+            notes.append(f'  {row["name"]}: {each}; {row["ratio_mean"]:.3f} ({low:.3f} to {high:.3f})')
         return notes
 
 

@@ -140,7 +140,7 @@ def test_several_processes(tmp_path):
     notes = made.notes()
     assert any('of 5 processes the median and the range' in n for n in notes)
     half = 2.776 * np.std(factors, ddof=1) / 5**0.5
-    each = f'0.770, 0.930, 0.880, 0.860, 1.000; 0.888 ({0.888 - half:.3f}-{0.888 + half:.3f})'
+    each = f'0.770, 0.930, 0.880, 0.860, 1.000; 0.888 ({0.888 - half:.3f} to {0.888 + half:.3f})'
     assert f'  maskrcnn_slab_swin_t_1x (folded): {each}' in notes
     write_json([made, report()], tmp_path / 'a.json')
     several, single = json.loads((tmp_path / 'a.json').read_text())['reports']
@@ -170,6 +170,9 @@ def test_what_the_allocator_is_and_what_to_do_about_it():
     made.machine.update(threads=3, pinned=[0, 2, 3], allocator=dict(name='glibc', library='libc.so.6', variables={}))
     assert any("glibc's malloc returns large blocks" in n and '--allocator jemalloc' in n for n in made.notes())
     assert ', 3 threads on cores 0, 2-3; glibc malloc; torch' in machine_line(made.machine)
+    made.measured[0].faults[0] = 999
+    assert not any("glibc's malloc" in n for n in made.notes())  # few faults, nothing to gain
+    made.measured[0].faults[0] = 480_000
     made.machine['allocator'] = dict(name='jemalloc', library='a.so', variables=dict(MALLOC_CONF='x:-1'))
     assert not any("glibc's malloc" in n for n in made.notes())
     assert '; jemalloc (MALLOC_CONF=x:-1); torch' in machine_line(made.machine)
