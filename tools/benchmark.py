@@ -1,16 +1,18 @@
 """Measures latency, throughput, parameters, FLOPs and memory of detectors, classifiers or their backbones.
 
-Several configs are measured interleaved, round by round, so that their ratio holds on a noisy machine. Weights are random, so
-nothing is downloaded; models with PRepBN are measured folded.
+Several configs are measured interleaved, round by round, in a fresh process whose threads are pinned to cores, so that their
+ratio holds on a noisy machine; it also differs from process to process, so that a ratio to rely on takes several (--processes 5).
+Weights are random, so nothing is downloaded; models with PRepBN are measured folded.
 """
 
 import argparse
 
 from rich.console import Console
 
+from mmslab.benchmark.allocators import ALLOCATORS
 from mmslab.benchmark.models import DTYPES, Settings
 from mmslab.benchmark.report import machine_line, table
-from mmslab.benchmark.run import run
+from mmslab.benchmark.run import run_with_allocators
 from mmslab.errors import input_errors
 
 
@@ -25,7 +27,12 @@ def parse_args() -> argparse.Namespace:
         ('throughput', 'images per second at --batch-size'),
         ('flops', 'parameters, FLOPs and memory alone; the other two have them too'),
     ):
-        mode.add_argument(f'--{name}', dest='mode', action='store_const', const=name, help=what)
+        mode.add_argument(f'--{name}', dest='mode', action='store_const', const=name, default='latency', help=what)
+    mode.add_argument(
+        '--protocol',
+        metavar='paper',
+        help="that of the paper's Table 3: a whole detector, one image of 800x1333, the mean of 100 rounds in one process",
+    )
     parser.add_argument(
         '--checkpoint', nargs='+', action='extend', metavar='FILE', help='one for each config, in their order'
     )
@@ -51,7 +58,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--no-fold', action='store_true', help='measure unfolded models too, beside the folded')
     parser.add_argument('--dtype', default='fp32', help=f'{", ".join(DTYPES)} (default: fp32)')
     parser.add_argument('--device', help="'cpu', 'cuda:0', ... (default: a GPU if there is one)")
-    parser.add_argument('--threads', type=int, help='threads of torch on the CPU')
+    parser.add_argument('--threads', type=int, help='threads of torch on the CPU, on the first so many of its cores')
+    parser.add_argument(
+        '--no-pin', dest='pin', action='store_false', help='leave it to the system which core a thread has'
+    )
+    parser.add_argument(
+        '--processes', type=int, default=1, help='fresh processes, one after the other (default: 1; 0: in this one)'
+    )
+    parser.add_argument(
+        '--allocator',
+        type=lambda names: names.split(','),
+        default=(None,),
+        metavar='NAME[,NAME]',
+        help=f'{", ".join(ALLOCATORS)}: preload it; several take turns, and each has its table (default: what is there)',
+    )
     parser.add_argument('--compile', action='store_true', help='torch.compile; of a detector, backbone and neck')
     parser.add_argument('--cuda-graph', action='store_true', help='replay a CUDA graph; not for a whole detector')
     parser.add_argument('--channels-last', action='store_true', help='memory format of weights and input')
@@ -68,14 +88,16 @@ def main() -> None:
     configs, checkpoints = args.pop('configs'), args.pop('checkpoint')
     outputs = {k: args.pop(k) for k in ('json', 'plot', 'force', 'trust_checkpoint')}
     args['image'] = args['image'] and tuple(args['image'])
+    allocators = args.pop('allocator')
     with input_errors():
-        report = run(configs, Settings(**args), checkpoints, **outputs)
+        reports = run_with_allocators(configs, Settings(**args), allocators, checkpoints, **outputs)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    console.print(table(report))
-    for line in [*report.notes(), f'measured on {machine_line(report.machine)}']:
-        console.print(line, highlight=False, soft_wrap=True)
+    for report in reports:
+        console.print(table(report))
+        for line in [*report.notes(), f'measured on {machine_line(report.machine)}']:
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 if __name__ == '__main__':

@@ -1,13 +1,45 @@
 """Timing: rounds in which every model runs once, and what is said of them."""
 
+import resource
 import time
+from dataclasses import dataclass
 from typing import Any, Callable, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 
 RESAMPLES = 2000
+# Student's t: 97.5% quantiles for 1 to 30 degrees of freedom
+T_QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 Timer = Callable[[Callable[[], Any]], float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one process measured, arrays of (rows, rounds).
+
+    ``seconds`` are by the clock; ``faults`` are minor page faults, of memory that the kernel maps at its first touch;
+    ``system_seconds`` are of CPU time in the kernel, summed over the threads, in which the faults are served.
+    """
+
+    seconds: np.ndarray
+    faults: np.ndarray
+    system_seconds: np.ndarray
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over several processes: ``median``, ``low`` and ``high`` as measured; ``mean`` and its 95% t interval."""
+
+    median: float
+    low: float
+    high: float
+    mean: float
+    interval: Tuple[float, float]
 
 
 def cpu_timer(call: Callable[[], Any]) -> float:
@@ -38,7 +70,7 @@ def measure(
     timer: Timer = cpu_timer,
     names: Optional[Sequence[str]] = None,
     advance: Callable[[], Any] = lambda: None,
-) -> np.ndarray:
+) -> Measurement:
     """Times ``calls`` interleaved: every round runs each of them once.
 
     What disturbs a machine for a while then disturbs all of them, and their ratio within a round holds. The order is drawn
@@ -54,7 +86,7 @@ def measure(
         advance (callable): Called after each call of every round, for a progress bar.
 
     Returns:
-        np.ndarray: Seconds, (len(calls), rounds).
+        Measurement: Of (len(calls), rounds).
 
     Raises:
         ValueError: If a call raises, naming it, or an argument is out of range.
@@ -63,19 +95,23 @@ def measure(
         raise ValueError('calls is empty: there is nothing to measure. Give at least one.')
     if rounds < 1 or warmup < 0:
         raise ValueError(f'rounds must be at least 1 and warmup at least 0, but got {rounds} and {warmup}.')
-    seconds = np.empty((len(calls), rounds))
+    seconds, faults, system = (np.empty((len(calls), rounds)) for _ in range(3))
     order = np.random.default_rng(0)
     for number in range(-warmup, rounds):
         for i in order.permutation(len(calls)):
+            before = resource.getrusage(resource.RUSAGE_SELF)
             try:
                 taken = timer(calls[i])
             except Exception as e:  # whatever a model raises
                 name = names[i] if names else f'call {i}'
                 raise ValueError(f'{name}: failed in round {number + warmup + 1} ({reason(e)}).') from e
+            after = resource.getrusage(resource.RUSAGE_SELF)
             if number >= 0:
                 seconds[i, number] = taken
+                faults[i, number] = after.ru_minflt - before.ru_minflt
+                system[i, number] = after.ru_stime - before.ru_stime
             advance()
-    return seconds
+    return Measurement(seconds, faults, system)
 
 
 def reason(error: BaseException) -> str:
@@ -95,12 +131,42 @@ def statistics(seconds: np.ndarray) -> dict:
 
 
 def ratio(seconds: np.ndarray, first: np.ndarray) -> Tuple[float, Tuple[float, float]]:
-    """How long a row takes relative to another: the median over the rounds of their ratio in each round.
+    """How long a row takes relative to another in one process: the median over the rounds of their ratio in each round.
 
     Returns:
         tuple: The median, and its 95% interval from a percentile bootstrap over the rounds (2000 resamples, a fixed seed).
+            It says nothing of other processes, see :func:`over_processes`.
     """
     ratios = np.asarray(seconds) / np.asarray(first)
-    draws = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    low, high = np.percentile(np.median(ratios[_resamples(len(ratios))], axis=1), [2.5, 97.5])
     return float(np.median(ratios)), (float(low), float(high))
+
+
+def ratio_of_means(seconds: np.ndarray, first: np.ndarray) -> Tuple[float, Tuple[float, float]]:
+    """The same of the mean times, as the paper compares them; the interval resamples the rounds of both together."""
+    seconds, first = np.asarray(seconds), np.asarray(first)
+    draws = _resamples(len(seconds))
+    low, high = np.percentile(seconds[draws].mean(axis=1) / first[draws].mean(axis=1), [2.5, 97.5])
+    return float(seconds.mean() / first.mean()), (float(low), float(high))
+
+
+def _resamples(rounds: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
+
+
+def over_processes(values: Sequence[float]) -> Spread:
+    """What several processes say of a figure that each has measured once, as its median ratio.
+
+    A process differs from the next in where its memory lies and in what the machine does meanwhile; its rounds share that, so
+    that their interval is too narrow. The mean's 95% interval is Student's, ``mean +- t std / sqrt(n)``: of a handful of
+    values a bootstrap would give no more than the smallest and the largest. Beyond 31 processes t is that of 31, a little wide.
+
+    Raises:
+        ValueError: For less than two values.
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError(f'values must be of at least 2 processes, but there are {n}. Measure more of them.')
+    mean = float(np.mean(values))
+    half = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1] * float(np.std(values, ddof=1)) / n**0.5
+    return Spread(float(np.median(values)), float(min(values)), float(max(values)), mean, (mean - half, mean + half))

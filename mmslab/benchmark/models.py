@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
@@ -25,6 +25,7 @@ from ..deploy import fold
 from ..layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, set_gamma
 from ..layers.norm import TokenBN
 from ..versions import check_detection
+from .allocators import ALLOCATORS
 from .complexity import count, read_metafile
 from .latency import reason
 from .memory import peak_memory
@@ -34,6 +35,19 @@ MODES = ('latency', 'throughput', 'flops')
 SCOPES = ('model', 'backbone')
 DTYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16, 'amp': torch.float32}
 MIN_ROUNDS = 5
+# What the paper times for Table 3; a Settings with protocol='paper' has these
+PAPER_PROTOCOL = dict(
+    mode='latency',
+    scope='model',
+    image=(800, 1333),
+    scales=(1,),
+    batch_size=1,
+    rounds=100,
+    dtype='fp32',
+    compile=False,
+    cuda_graph=False,
+    channels_last=False,
+)
 DETECTION_SIZE, CLASSIFICATION_SIZE = (800, 1333), (224, 224)
 INDEX = Path(__file__).resolve().parents[2] / 'model-index.yml'
 PAPER_KEYS = {'latency': 'Latency on a V100 in ms (paper)', 'throughput': 'Images/s on a V100 (paper)'}
@@ -61,6 +75,12 @@ class Settings:
         threads (int, optional): Of torch on the CPU.
         no_fold (bool): Measure each model that folding changes also as it was, in a row of its own.
         seed (int): Of the random weights and the input, for each config anew.
+        processes (int): Measures in so many fresh processes, one after the other; 0, in this one as it is.
+        allocator (str, optional): 'glibc', 'jemalloc', 'tcmalloc' or 'mimalloc', the C allocator of these processes. By default
+            that of this one.
+        pin (bool): Keep each thread of these processes on one core; for a CPU.
+        protocol (str, optional): 'paper', that of its Table 3: a whole detector, one image of 800x1333 in fp32, the mean of 100
+            rounds, in one process; ratios are then of means.
 
     Raises:
         ValueError: For a value out of range, a device that is not there, or values that exclude each other.
@@ -81,24 +101,43 @@ class Settings:
     threads: Optional[int] = None
     no_fold: bool = False
     seed: int = 0
+    processes: int = 0
+    allocator: Optional[str] = None
+    pin: bool = True
+    protocol: Optional[str] = None
 
     def __post_init__(self) -> None:
         for name, known in (('mode', MODES), ('scope', SCOPES), ('dtype', tuple(DTYPES))):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name} must be one of {known}, but got {getattr(self, name)!r}.')
+        for name, known in (('allocator', tuple(ALLOCATORS)), ('protocol', ('paper',))):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f'{name} must be one of {known} or None, but got {getattr(self, name)!r}.')
+        if self.protocol is not None:
+            self._follow_the_paper()
         if self.image is not None and (len(self.image) != 2 or min(self.image) < 1):
             raise ValueError(f'image must be a height and a width in pixels, but got {self.image!r}.')
         if not self.scales or min(self.scales) < 1 or len(set(self.scales)) < len(self.scales):
             raise ValueError(f'scales must be different positive integers, but got {tuple(self.scales)}.')
-        if self.batch_size is not None and self.mode != 'throughput':
+        if self.batch_size not in (None, 1) and self.mode != 'throughput':
             raise ValueError(f'batch_size={self.batch_size} is for --throughput: {self.mode} is of one image.')
         if self.batch_size is None:
             self.batch_size = 64 if self.mode == 'throughput' else 1
-        limits = dict(batch_size=1, rounds=MIN_ROUNDS, warmup=0, threads=1, seed=0)
+        limits = dict(batch_size=1, rounds=MIN_ROUNDS, warmup=0, threads=1, seed=0, processes=0)
         for name, lowest in limits.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f'{name} must be at least {lowest}, but got {value}.')
+        if self.mode == 'flops' and (self.processes > 1 or self.allocator is not None):
+            raise ValueError(
+                f'processes={self.processes} and allocator={self.allocator!r} are for --latency and --throughput: --flops '
+                'measures no time. Leave them out.'
+            )
+        if self.allocator is not None and self.processes < 1:
+            raise ValueError(
+                f'allocator={self.allocator!r} takes a process that is started with it: processes must be at least 1, but got '
+                f'{self.processes}.'
+            )
         check_device(self.device)
         self.device = self.device or ('cuda:0' if torch.cuda.is_available() else 'cpu')
         if self.torch_device.type not in ('cpu', 'cuda'):
@@ -110,6 +149,19 @@ class Settings:
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
+    def _follow_the_paper(self) -> None:
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, value in PAPER_PROTOCOL.items():
+            given = getattr(self, name)
+            given = tuple(given) if isinstance(given, list) else given
+            if given not in (value, defaults[name]):
+                raise ValueError(f"protocol='paper' has {name}={value!r}, but got {given!r}. Leave one of the two out.")
+            setattr(self, name, value)
+        if self.processes > 1:
+            raise ValueError(
+                f"protocol='paper' is of one process, but got processes={self.processes}. Leave one of the two out."
+            )
+
 
 @dataclass
 class Subject:
@@ -118,8 +170,7 @@ class Subject:
     ``image`` and ``padded`` are heights and widths; ``params`` counts those of what is measured, folded or not; ``flops``
     are multiply-adds of one image, None where ``notes`` says why; ``peak_memory`` is in bytes, see
     :func:`mmslab.benchmark.memory.peak_memory`; ``group`` is one of :data:`GROUPS`; ``detections`` has their number in each
-    image; ``paper`` see
-    :func:`paper_figures`.
+    image; ``paper`` see :func:`paper_figures`; ``call`` is None for a model of another process.
     """
 
     name: str
@@ -130,7 +181,7 @@ class Subject:
     padded: Tuple[int, int]
     params: int
     peak_memory: int
-    call: Callable[[], Any] = field(repr=False)
+    call: Optional[Callable[[], Any]] = field(default=None, repr=False)
     flops: Optional[int] = None
     checkpoint: Optional[str] = None
     group: str = 'other'
@@ -160,6 +211,10 @@ def check_inputs(configs: Sequence[PathLike], saved: Optional[Sequence[PathLike]
             raise ValueError(
                 f'{path}: a CUDA graph cannot hold a whole detector, whose shapes depend on what it finds. '
                 'Add --scope backbone, or leave --cuda-graph out.'
+            )
+        if settings.protocol is not None and _is_classifier(cfg):
+            raise ValueError(
+                f"{path}: protocol='paper' is of whole detectors, and this is a classifier. Use --throughput."
             )
     return found
 

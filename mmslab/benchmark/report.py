@@ -15,12 +15,15 @@ from rich import box
 from rich.table import Table
 
 from ..version import __version__
-from .latency import ratio, statistics
+from .allocators import advice, current_allocator
+from .latency import Measurement, over_processes, ratio, ratio_of_means, statistics
 from .models import GROUPS, Settings, Subject
+from .processes import allowed_cores
 
 PathLike = Union[str, os.PathLike]
 DRAWINGS = ('.png', '.pdf', '.svg')
 MIB = 2**20
+MANY_FAULTS = 1000  # of a forward: about a millisecond
 MARKERS = dict(
     zip(
         GROUPS,
@@ -31,11 +34,11 @@ MARKERS = dict(
 
 @dataclass
 class Report:
-    """Rows in the order that they were asked for, and their seconds, (rows, rounds), None where nothing was timed."""
+    """Rows in the order that they were asked for, and what each process measured of them; nothing where nothing was timed."""
 
     settings: Settings
     subjects: List[Subject]
-    seconds: Optional[np.ndarray] = None
+    measured: List[Measurement] = field(default_factory=list)
     machine: Dict[str, Any] = field(default_factory=dict)
     left_out: List[str] = field(default_factory=list)  # of the drawing
 
@@ -44,7 +47,12 @@ class Report:
         return len({s.padded for s in self.subjects}) > 1
 
     def rows(self) -> List[Dict[str, Any]]:
-        """What the JSON has of each row. Times are in ms, of a batch; ratios are of times, to the first row."""
+        """What the JSON has of each row.
+
+        Times are in ms, of a batch, over the rounds of all processes, as are the mean page faults and the mean time in the kernel
+        of one forward. Ratios are of times, to the first row: within one process with an interval over its rounds, of several
+        with one over the processes.
+        """
         found = []
         for i, s in enumerate(self.subjects):
             row = dict(
@@ -60,17 +68,47 @@ class Report:
                 detections=s.detections,
                 paper=s.paper,
             )
-            if self.seconds is not None:
-                row['ms'] = statistics(self.seconds[i] * 1e3)
-                row['ratio'], row['ratio_interval'] = ratio(self.seconds[i], self.seconds[0])
-                if self.sizes_differ:
-                    pixels, first = (t.padded[0] * t.padded[1] for t in (s, self.subjects[0]))
-                    row['ratio_per_pixel'] = row['ratio'] * first / pixels
-                if self.settings.mode == 'throughput':
-                    row['images_per_second'] = self.settings.batch_size / float(np.mean(self.seconds[i]))
-                row['rounds_ms'] = (self.seconds[i] * 1e3).tolist()
+            if self.measured:
+                row.update(self._measured_of(i))
             found.append(row)
         return found
+
+    def _measured_of(self, i: int) -> Dict[str, Any]:
+        seconds = np.concatenate([m.seconds[i] for m in self.measured])
+        processes = []
+        for m in self.measured:
+            middle, interval = (ratio if self.settings.protocol is None else ratio_of_means)(m.seconds[i], m.seconds[0])
+            processes.append(
+                dict(
+                    ratio=middle,
+                    ratio_interval=interval,
+                    rounds_ms=(m.seconds[i] * 1e3).tolist(),
+                    rounds_system_ms=(m.system_seconds[i] * 1e3).tolist(),
+                    rounds_faults=m.faults[i].astype(int).tolist(),
+                )
+            )
+        found = dict(
+            ms=statistics(seconds * 1e3),
+            system_ms=float(np.mean([m.system_seconds[i] for m in self.measured])) * 1e3,
+            faults=float(np.mean([m.faults[i] for m in self.measured])),
+        )
+        if len(processes) == 1:
+            found.update(ratio=middle, ratio_interval=interval, ratio_interval_over='rounds')
+        else:
+            spread = over_processes([p['ratio'] for p in processes])
+            found.update(
+                ratio=spread.median,
+                ratio_range=(spread.low, spread.high),
+                ratio_mean=spread.mean,
+                ratio_interval=spread.interval,
+                ratio_interval_over='processes',
+            )
+        if self.sizes_differ:
+            s, first = self.subjects[i], self.subjects[0]
+            found['ratio_per_pixel'] = found['ratio'] * first.padded[0] * first.padded[1] / (s.padded[0] * s.padded[1])
+        if self.settings.mode == 'throughput':
+            found['images_per_second'] = self.settings.batch_size / float(np.mean(seconds))
+        return dict(found, processes=processes)
 
     def notes(self) -> List[str]:
         """What has to be said below the table."""
@@ -80,13 +118,18 @@ class Report:
             counts = '; '.join(', '.join(map(str, row)) for row in found)
             how = '' if self.subjects[0].checkpoint else ' (random weights: the score threshold is set to have so many)'
             notes.append(f'detections in an image, row by row: {counts}{how}.')
-        if self.seconds is not None and len(self.subjects) > 1:
-            notes.append(
-                'ratio: median over the rounds of the time of the row over that of the first row in the same round, and its '
-                '95% bootstrap interval.'
-            )
-        if self.seconds is not None and self.sizes_differ:
+        if self.measured and len(self.subjects) > 1:
+            notes += self._notes_on_ratios()
+        if self.measured and self.sizes_differ:
             notes.append('per pixel: the ratio of times divided by the ratio of pixels, padded ones included.')
+        if self.measured:
+            notes.append(
+                'faults: minor page faults of one forward, each a page that the kernel maps at its first touch; sys: CPU time in '
+                'the kernel of one forward, all threads together. Means.'
+            )
+            glibc = self.machine.get('allocator', {}).get('name') == 'glibc'
+            if glibc and max(row['faults'] for row in self.rows()) >= MANY_FAULTS:
+                notes.append(advice())
         notes.append(
             'peak memory: beyond weights and input, in one forward. GFLOPs: multiply-adds of one image, counted unfolded.'
         )
@@ -96,10 +139,31 @@ class Report:
             notes.append(f'not drawn, since the paper has no accuracy for them: {", ".join(self.left_out)}.')
         return notes
 
+    def _notes_on_ratios(self) -> List[str]:
+        n = len(self.measured)
+        if self.settings.protocol is not None:
+            of = 'mean time of the row over that of the first row'
+        else:
+            of = 'median over the rounds of the time of the row over that of the first row in the same round'
+        if n == 1:
+            more = '' if self.settings.protocol else ', which --processes 5 shows'
+            return [
+                f'ratio: {of}, and its 95% bootstrap interval over the rounds of one process; between processes it varies '
+                f'more{more}.'
+            ]
+        notes = [
+            f'ratio: {of}, of {n} processes the median and the range (smallest-largest). By process, and the mean over '
+            'the processes with its 95% t interval:'
+        ]
+        for row in self.rows()[1:]:
+            each = ', '.join(f'{p["ratio"]:.3f}' for p in row['processes'])
+            low, high = row['ratio_interval']
+            notes.append(f'  {row["name"]}: {each}; {row["ratio_mean"]:.3f} ({low:.3f} to {high:.3f})')
+        return notes
+
 
 def machine(settings: Settings) -> Dict[str, Any]:
-    """Processor, GPU and versions that a measurement holds for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    """Processor, GPU, allocator and versions of this process, for which a measurement holds; 'pinned' are cores of threads."""
     cuda = settings.torch_device.type == 'cuda'
     try:
         from mmdet import __version__ as mmdet
@@ -107,8 +171,10 @@ def machine(settings: Settings) -> Dict[str, Any]:
         mmdet = None
     return dict(
         cpu=_processor(),
-        cores=cores,
+        cores=len(allowed_cores()),
         threads=torch.get_num_threads(),
+        pinned=None,
+        allocator=current_allocator(),
         gpu=torch.cuda.get_device_name(settings.torch_device) if cuda else None,
         cuda=torch.version.cuda if cuda else None,
         python=platform.python_version(),
@@ -130,7 +196,31 @@ def machine_line(machine: Dict[str, Any]) -> str:
     """The same in a line."""
     gpu = f'{machine["gpu"]}, CUDA {machine["cuda"]}; ' if machine['gpu'] else ''
     versions = ', '.join(f'{k} {machine[k]}' for k in ('torch', 'mmcv', 'mmdet', 'mmslab') if machine[k])
-    return f'{gpu}{machine["cpu"]}, {machine["cores"]} cores, {machine["threads"]} threads; {versions}'
+    pinned = f' on cores {_ranges(machine["pinned"])}' if machine['pinned'] else ''
+    return (
+        f'{gpu}{machine["cpu"]}, {machine["cores"]} cores, {machine["threads"]} threads{pinned}; '
+        f'{_allocator(machine["allocator"])}; {versions}'
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending integers, those in a row as '0-3'."""
+    groups: List[List[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ', '.join(f'{g[0]}-{g[-1]}' if len(g) > 1 else f'{g[0]}' for g in groups)
+
+
+def _allocator(found: Dict[str, Any]) -> str:
+    if found['name'] is None:
+        return 'allocator unknown'
+    variables = ' '.join(f'{k}={v}' for k, v in found['variables'].items())
+    return (f'{found["name"]} malloc' if found['name'] == 'glibc' else found['name']) + (
+        variables and f' ({variables})'
+    )
 
 
 def settings_line(report: Report) -> str:
@@ -147,17 +237,27 @@ def settings_line(report: Report) -> str:
     how = [s.dtype, s.device] + [
         o.replace('_', '-') for o in ('compile', 'cuda_graph', 'channels_last') if getattr(s, o)
     ]
-    if report.seconds is not None:
-        how.append(f'{s.rounds} rounds after {s.warmup}' + (', interleaved' if len(report.subjects) > 1 else ''))
-    return f'{what[s.mode]} of the {of}, {images}, {", ".join(how)}'
+    if s.allocator is not None:
+        how.append(s.allocator)
+    if report.measured:
+        n = len(report.measured)
+        rounds = f'{s.rounds} rounds after {s.warmup}' + (' in a process' if n == 1 else f' in each of {n} processes')
+        how.append(rounds + (', interleaved' if len(report.subjects) > 1 else ''))
+    protocol = '' if s.protocol is None else "the paper's protocol (one image, mean of 100 rounds): "
+    return f'{protocol}{what[s.mode]} of the {of}, {images}, {", ".join(how)}'
 
 
 def table(report: Report) -> Table:
-    """The rows as a table: mean, median, p90, standard deviation, ratio, parameters, FLOPs, peak memory, the paper's figure."""
-    mode, timed = report.settings.mode, report.seconds is not None
-    result = Table(title=settings_line(report), box=box.SIMPLE_HEAD, padding=(0, 1), title_justify='left')
+    """The rows as a table: times, what they are in the kernel, ratio, parameters, FLOPs, peak memory, the paper's figure."""
+    mode, timed = report.settings.mode, bool(report.measured)
+    over = '95%' if len(report.measured) < 2 else 'range'
+    result = Table(
+        title=settings_line(report), box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, title_justify='left'
+    )
     result.add_column('model', justify='left', overflow='fold')
-    columns = ['mean\nms', 'median\nms', 'p90\nms', 'std\nms', 'ratio\n(95%)'] if timed else []
+    columns = (
+        ['mean\nms', 'median\nms', 'p90\nms', 'std\nms', 'sys\nms', 'faults\n', f'ratio\n({over})'] if timed else []
+    )
     if timed and report.sizes_differ:
         columns.append('per\npixel')
     columns = (['images\n/s'] if mode == 'throughput' else []) + columns + ['params\nM', 'GFLOPs\n', 'peak\nMiB']
@@ -170,7 +270,8 @@ def table(report: Report) -> Table:
             cells.append(f'{row["images_per_second"]:.1f}')
         if timed:
             cells += [_digits(row['ms'][k]) for k in ('mean', 'median', 'p90', 'std')]
-            low, high = row['ratio_interval']
+            cells += [_digits(row['system_ms']), f'{row["faults"]:.0f}']
+            low, high = row.get('ratio_range', row['ratio_interval'])
             cells.append(f'{row["ratio"]:.3f} ({low:.3f}-{high:.3f})' if i else '1')
             if report.sizes_differ:
                 cells.append(f'{row["ratio_per_pixel"]:.3f}')
@@ -212,9 +313,10 @@ def check_output(path: Optional[PathLike], name: str, suffixes: Tuple[str, ...],
         raise OSError(f'{name} {str(path)!r} cannot be written ({e.strerror}). Choose a folder of your own.') from e
 
 
-def write_json(report: Report, path: PathLike) -> None:
-    """Settings, machine, notes and rows, with each round's time."""
-    content = dict(settings=asdict(report.settings), machine=report.machine, notes=report.notes(), rows=report.rows())
+def write_json(reports: Sequence[Report], path: PathLike) -> None:
+    """Settings, machine, notes and rows of a report, with each round's time; of several, a list of these as 'reports'."""
+    each = [dict(settings=asdict(r.settings), machine=r.machine, notes=r.notes(), rows=r.rows()) for r in reports]
+    content = each[0] if len(each) == 1 else dict(reports=each)
     Path(path).write_text(json.dumps(content, indent=2) + '\n')
 
 

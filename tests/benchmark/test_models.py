@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import yaml
@@ -149,6 +151,15 @@ def test_names():
         (dict(rounds=4), 'rounds must be at least 5, but got 4'),
         (dict(warmup=-1), 'warmup must be at least 0, but got -1'),
         (dict(threads=0), 'threads must be at least 1, but got 0'),
+        (dict(processes=-1), 'processes must be at least 0, but got -1'),
+        (dict(processes=1, allocator='tbb'), "allocator must be one of .*'jemalloc'.* or None, but got 'tbb'"),
+        (dict(allocator='jemalloc'), "allocator='jemalloc' takes a process that is started with it.*, but got 0"),
+        (dict(mode='flops', processes=2), 'processes=2 and allocator=None are for --latency and --throughput'),
+        (dict(protocol='ours'), "protocol must be one of .*, but got 'ours'"),
+        (dict(protocol='paper', scope='backbone'), "protocol='paper' has scope='model', but got 'backbone'"),
+        (dict(protocol='paper', rounds=20), "protocol='paper' has rounds=100, but got 20"),
+        (dict(protocol='paper', image=(800, 1344)), r"'paper' has image=\(800, 1333\), but got \(800, 1344\)"),
+        (dict(protocol='paper', processes=5), "protocol='paper' is of one process, but got processes=5"),
         (dict(device='gpu'), "device 'gpu' is none that torch knows"),
         (dict(device='meta'), "device 'meta' cannot be timed"),
         (dict(device='cpu', cuda_graph=True), "cuda_graph needs a GPU, but device is 'cpu'"),
@@ -157,6 +168,14 @@ def test_names():
 def test_settings_that_make_no_sense(wrong, message):
     with pytest.raises(ValueError, match=message):
         Settings(**wrong)
+
+
+def test_the_papers_protocol():
+    settings = Settings(protocol='paper', processes=1, device='cpu', scales=[1])
+    assert (settings.mode, settings.scope, settings.image, settings.rounds) == ('latency', 'model', (800, 1333), 100)
+    assert settings.batch_size == 1 and settings == replace(settings)
+    with pytest.raises(ValueError, match="slab_pvt_shapes_classes.py: protocol='paper' is of whole detectors"):
+        check_inputs([CLASSIFIER], None, settings)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):
