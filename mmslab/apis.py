@@ -10,6 +10,7 @@ from mmengine.runner import Runner
 
 from . import checkpoints
 from .data.checks import check_datasets, check_writable
+from .data.classes import check_classes, check_trained_classes
 from .infer import infer  # noqa: F401  (handed on)
 from .versions import check_detection
 
@@ -63,8 +64,9 @@ def build_trainer(
         trust_checkpoint (bool): See :func:`mmslab.checkpoints.load_file`.
 
     Raises:
-        FileNotFoundError, OSError, ValueError: For a missing config, data set or checkpoint, bad annotations, a
-            work_dir that cannot be written, ``auto_scale_lr`` without a base batch size.
+        FileNotFoundError, OSError, ValueError: For a missing config, data set or checkpoint, bad annotations, classes
+            that are not the same in the model and all data, a work_dir that cannot be written, ``auto_scale_lr`` without
+            a base batch size.
     """
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
@@ -83,6 +85,7 @@ def build_trainer(
     elif resume is not None:
         cfg.resume, cfg.load_from = True, resume
     check_datasets(cfg, ('train', 'val'))
+    check_classes(cfg, ('train', 'val'))
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
     _check_init_cfg(cfg.get('model'))
@@ -102,6 +105,8 @@ def build_trainer(
             f'--resume {cfg.load_from!r} holds weights alone, no state of a training. Start from it with '
             f'--cfg-options load_from={cfg.load_from}.'
         )
+    if content is not None and cfg.get('resume'):
+        check_trained_classes(content, repr(cfg.load_from), cfg, 'train')
     runner = Runner.from_cfg(cfg)
     if content is not None and cfg.get('resume'):
         checkpoints.check_fits(runner.model, content, repr(cfg.load_from))
@@ -138,6 +143,7 @@ def build_tester(
     if show or show_dir:
         _check_show(cfg, show_dir)
     check_datasets(cfg, ('test',))
+    check_classes(cfg, ('test',))
     check_checkpoint(checkpoint, 'checkpoint')
     check_writable(cfg.work_dir, 'work_dir')
     without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
@@ -150,6 +156,7 @@ def build_tester(
             if hook.type in ('DetVisualizationHook', 'mmdet.DetVisualizationHook'):
                 hook.type = 'mmslab.hooks.visualization.FolderVisualizationHook'
     checkpoints.use_safe_loading(trust_checkpoint)
+    check_trained_classes(checkpoints.load_file(checkpoint), repr(str(checkpoint)), cfg)
     runner = Runner.from_cfg(cfg)
     checkpoints.check_fits(runner.model, checkpoint)
     if out is not None:

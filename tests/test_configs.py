@@ -9,6 +9,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 
+from mmslab.data.classes import check_classes
 from mmslab.data.shapes import CLASSES, make_shapes
 
 from .conftest import ROOT
@@ -46,8 +47,10 @@ def finite_gradients(model, losses) -> None:
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
 def test_every_config_trains_and_evaluates(path):
-    """One training step and one evaluation of the model of each config, on tiny images."""
+    """One training step and one evaluation of the model of each config, on tiny images; its classes are its data's."""
     cfg = load(path)
+    check_classes(cfg, ('train', 'val'))
+    check_classes(cfg, ('test',))
     init_default_scope(cfg.default_scope)
     if cfg.default_scope == 'mmpretrain':
         check_classifier(cfg)

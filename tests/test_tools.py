@@ -259,6 +259,11 @@ def test_bad_input_to_training_is_named(shapes):
         build_trainer(CONFIG, work_dir=shapes / 'file' / 'sub')
     with pytest.raises(ValueError, match='--auto-scale-lr needs'):
         build_trainer(unscaled, auto_scale_lr=True)
+    with pytest.raises(ValueError, match='mask_head.num_classes=3, but train_dataloader.dataset has the 5 classes'):
+        build_trainer(CONFIG, options={'model.roi_head.mask_head.num_classes': 3})
+    swapped = {'val_dataloader.dataset.metainfo.classes': ('rectangle', 'disc', 'triangle', 'star', 'ring')}
+    with pytest.raises(ValueError, match='val_dataloader: the classes .* have another order'):
+        build_trainer(CONFIG, options=swapped)
     assert not (shapes / 'work_dirs').exists()
 
 
@@ -267,6 +272,12 @@ def test_bad_input_to_evaluation_and_drawing_is_named(shapes, monkeypatch):
         build_tester(CONFIG, 'no.pth')
     with pytest.raises(ValueError, match='--out must name a .pkl file'):
         build_tester(CONFIG, 'no.pth', out='a.json')
+    with pytest.raises(ValueError, match='bbox_head.num_classes=80, but test_dataloader.dataset has the 5 classes'):
+        build_tester(CONFIG, 'no.pth', options={'model.roi_head.bbox_head.num_classes': 80})
+    trained = dict(classes=('rectangle', 'disc', 'triangle', 'star', 'ring'))
+    torch.save(dict(meta=dict(dataset_meta=trained), state_dict={}), 'swapped.pth')
+    with pytest.raises(ValueError, match="label 0 is 'disc' in test_dataloader.* training of checkpoint 'swapped.pth'"):
+        build_tester(CONFIG, 'swapped.pth', work_dir='out')
     with pytest.raises(FileNotFoundError, match='no image at .*empty'):
         (shapes / 'empty').mkdir()
         infer(shapes / 'empty', CONFIG, 'no.pth', 'drawn')
@@ -288,6 +299,16 @@ def test_bad_input_to_evaluation_and_drawing_is_named(shapes, monkeypatch):
         infer(val, CONFIG, 'no.pth', 'drawn', device='cuda:0')
     with pytest.raises(ValueError, match='mixed precision .* needs a GPU'):
         build_trainer(CONFIG, work_dir='out', amp=True)
+
+
+def test_frozen_stages_cannot_hand_over(shapes):
+    """The backbone's own freezing, through a whole runner: refused before the first step."""
+    options = {'model.backbone.frozen_stages': 1, 'log_level': 'ERROR'}
+    run = build_trainer(CONFIG, work_dir=shapes / 'out', options=options)
+    message = '6 of 20 PRepBN layers have gamma above 0 and a frozen RepBN.*: backbone.patch_embed.norm, '
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    assert run.iter == 0 and not list((shapes / 'out').glob('*.pth'))
 
 
 def test_what_this_package_did_not_raise_keeps_its_trace(tmp_path):

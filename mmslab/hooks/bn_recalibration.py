@@ -3,7 +3,7 @@
 import random
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Collection, Dict, Iterator, List, Optional
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from mmengine.runner import EpochBasedTrainLoop, Runner
 from rich.progress import Progress
 from torch import Tensor
 
-from ..layers.norm import repbn_modules
+from ..layers.norm import RepBN, repbn_modules
+from .frozen import frozen_repbn
 
 
 class _Forward(nn.Module):
@@ -42,7 +43,9 @@ class _Forward(nn.Module):
             self.model._run_forward(data, mode='loss')
 
 
-def recalibrate_bn(model: nn.Module, data: Iterator[Any], num_iters: int, progress: bool = True) -> int:
+def recalibrate_bn(
+    model: nn.Module, data: Iterator[Any], num_iters: int, progress: bool = True, frozen: Collection[str] = ()
+) -> int:
     """Replaces the running statistics of every RepBN by the population statistics of ``num_iters`` batches.
 
     Drop path shifts the variance that BN sees in training (Li et al. 2019), so at the end the weights are frozen
@@ -55,11 +58,12 @@ def recalibrate_bn(model: nn.Module, data: Iterator[Any], num_iters: int, progre
         data (Iterator): Batches of its data loader, at least ``num_iters``.
         num_iters (int): Batches to use on each rank.
         progress (bool): Whether the main process shows a progress bar.
+        frozen (Collection[str]): Names of RepBN layers that keep their statistics. By default none does.
 
     Returns:
         int: The number of BN layers recalibrated.
     """
-    layers = [m.bn for m in repbn_modules(model)]
+    layers = [m.bn for name, m in model.named_modules() if isinstance(m, RepBN) and name not in frozen]
     tokens = [0] * len(layers)
 
     def count(i: int):
@@ -136,6 +140,10 @@ class BNRecalibrationHook(Hook):
     See :func:`recalibrate_bn` for what it does and why (the paper does it for 10 epochs, Sec. 5.1). With an
     ``EMAHook``, the averaged model gets statistics of its own, which its validation and its checkpoint use.
 
+    Statistics that the training left as they were (``frozen_stages``, ``norm_eval=True``) are left so. Frozen stages run
+    in eval mode, where no drop path shifts what they see, and with ``norm_eval`` drop path changes no statistics; all
+    weights behind have learned on the outputs of these norms as they are.
+
     Args:
         num_epochs (int, optional): Passes over the training data. Give this or ``num_iters``.
         num_iters (int, optional): Batches of training data on each rank.
@@ -144,7 +152,7 @@ class BNRecalibrationHook(Hook):
 
     Raises:
         ValueError: Unless exactly one of ``num_epochs`` and ``num_iters`` is given and positive; before training,
-            if the model has neither PRepBN nor RepBN.
+            if the model has neither PRepBN nor RepBN, or none whose statistics the training updates.
     """
 
     priority = 58  # after GammaDecayHook (55), so gamma is final; before LoggerHook (60) and CheckpointHook (90)
@@ -164,10 +172,18 @@ class BNRecalibrationHook(Hook):
         self._ema: Optional[nn.Module] = None
 
     def before_train(self, runner: Runner) -> None:
-        if next(repbn_modules(runner.model), None) is None:
+        model = _unwrap(runner.model)
+        number = sum(1 for _ in repbn_modules(model))
+        if number == 0:
             raise ValueError(
-                f'BNRecalibrationHook: {type(_unwrap(runner.model)).__name__} has neither PRepBN nor RepBN, whose '
+                f'BNRecalibrationHook: {type(model).__name__} has neither PRepBN nor RepBN, whose '
                 "statistics could be recalibrated. Build it with norm_cfg=dict(type='PRepBN'), or remove the hook."
+            )
+        if len(frozen_repbn(model)) == number:
+            raise ValueError(
+                f'BNRecalibrationHook: all {number} RepBN layers of {type(model).__name__} are frozen (norm_eval=True or '
+                'frozen_stages), so the weights are trained on their statistics as they are. Set norm_eval=False, or remove '
+                'the hook.'
             )
 
     def after_train_epoch(self, runner: Runner) -> None:
@@ -191,9 +207,11 @@ class BNRecalibrationHook(Hook):
         models: Dict[str, nn.Module] = {'model': model}
         if hook is not None:
             models['EMA'] = hook.ema_model.module
+        frozen = frozen_repbn(model)
         for name, each in models.items():
             iters = self._num_iters(runner.train_dataloader)
-            layers = recalibrate_bn(each, _batches(runner.train_dataloader, runner.max_epochs), iters)
+            batches = _batches(runner.train_dataloader, runner.max_epochs)
+            layers = recalibrate_bn(each, batches, iters, frozen=frozen)
             runner.logger.info(f'BN statistics of {layers} layers of the {name} recalibrated over {iters} batches')
         if hook is not None and not hook.ema_model.update_buffers:
             self._ema = hook.ema_model.module

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from typing import Optional, Union
+from typing import Dict, Optional, Set, Union
 
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
@@ -10,7 +10,8 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from ..layers.norm import PRepBN, check_gamma, prepbn_modules, set_gamma
+from ..layers.norm import PRepBN, check_gamma
+from .frozen import frozen_repbn
 
 DATA_BATCH = Optional[Union[dict, tuple, list]]
 SCHEDULES = ('linear', 'cosine', 'step')
@@ -26,6 +27,12 @@ class GammaDecayHook(Hook):
     it. Validation and checkpoints after t iterations have the gamma of t. The gamma of each training iteration
     is logged as ``gamma``, so every visualizer backend shows it.
 
+    A layer can hand over only to a RepBN that learns beside its LayerNorm. Where the RepBN is frozen
+    (``frozen_stages``, ``norm_eval=True``, ``requires_grad=False`` in ``norm_cfg``), the layer keeps the gamma that its
+    weights came with, as everything that is frozen keeps what it came with: right at gamma 0, from PRepBN weights. Above
+    it, training is refused: moved, the layer would end in statistics that nothing has trained; left alone, it would be
+    found only by folding, which needs gamma 0 everywhere, when the training is over.
+
     Args:
         T (float): How long the decay takes, in ``unit``. 0 means gamma 0 as soon as ``hold`` is over, from the
             start if there is none.
@@ -37,7 +44,8 @@ class GammaDecayHook(Hook):
 
     Raises:
         ValueError: If T or hold is negative, or outside [0, 1] as a fraction; for an unknown unit or schedule;
-            for ``start`` outside [0, 1]; before training, if the model has no PRepBN.
+            for ``start`` outside [0, 1]; before training, if the model has no PRepBN, or one above gamma 0 whose
+            RepBN is frozen; it names the layers.
     """
 
     priority = 55  # after EMAHook (50), which swaps buffers, and before LoggerHook (60) and CheckpointHook (90)
@@ -74,6 +82,7 @@ class GammaDecayHook(Hook):
         self.start = check_gamma(start, 'start')
         self.num_steps = num_steps
         self._training = False
+        self._frozen: Set[PRepBN] = set()
 
     def gamma_at(self, t: float, T: float, hold: float = 0.0) -> float:
         """gamma after ``t`` of the ``T`` iterations of a decay that begins at ``hold``."""
@@ -99,13 +108,23 @@ class GammaDecayHook(Hook):
     def _model(self, runner: Runner):
         return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
+    def _set_gamma(self, runner: Runner, gamma: float) -> None:
+        for layer in self._model(runner).modules():
+            if isinstance(layer, PRepBN) and layer not in self._frozen:
+                layer.set_gamma(gamma)
+
     def before_train(self, runner: Runner) -> None:
-        if next(prepbn_modules(runner.model), None) is None:
+        # the weights have been loaded (init_cfg, load_from, resume), so each layer's gamma is the one it came with
+        model = self._model(runner)
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, PRepBN)}
+        if not layers:
             raise ValueError(
-                f'GammaDecayHook: {type(self._model(runner)).__name__} has no PRepBN whose gamma could decay. Build it '
+                f'GammaDecayHook: {type(model).__name__} has no PRepBN whose gamma could decay. Build it '
                 "with norm_cfg=dict(type='PRepBN'), or remove the hook from custom_hooks."
             )
         last = self.gamma_of(runner, runner.max_iters)
+        frozen = self._find_frozen(runner, layers, last)
+        self._frozen = set(frozen.values())
         if last > 0:
             print_log(
                 f'GammaDecayHook: gamma is still {last:.3f} after the last iteration, so the model will not be a pure '
@@ -113,21 +132,47 @@ class GammaDecayHook(Hook):
                 logger='current',
                 level=logging.WARNING,
             )
+        if frozen:
+            print_log(
+                f'GammaDecayHook: {len(frozen)} of {len(layers)} PRepBN layers are frozen and keep their gamma, from '
+                f'{next(iter(frozen))!r} to {next(reversed(frozen))!r}.',
+                logger='current',
+            )
         self._training = True
-        set_gamma(runner.model, self.gamma_of(runner, runner.iter))
+        self._set_gamma(runner, self.gamma_of(runner, runner.iter))
+
+    def _find_frozen(self, runner: Runner, layers: Dict[str, PRepBN], last: float) -> Dict[str, PRepBN]:
+        statistics = frozen_repbn(self._model(runner))
+        # the teacher of semi-supervised detection has no gradients, but learns: it averages the student
+        taught = any(type(hook).__name__ == 'MeanTeacherHook' for hook in runner.hooks)
+        frozen = {
+            name: layer
+            for name, layer in layers.items()
+            if f'{name}.repbn'.lstrip('.') in statistics
+            or not (layer.repbn.bn.weight.requires_grad or taught and name.startswith('teacher.'))
+        }
+        stuck = [name for name, layer in frozen.items() if float(layer.gamma) > last + 1e-6]
+        if stuck:
+            shown = ', '.join(stuck[:3]) + (f' and {len(stuck) - 3} more' if len(stuck) > 3 else '')
+            raise ValueError(
+                f'GammaDecayHook: {len(stuck)} of {len(layers)} PRepBN layers have gamma above {last:g} and a frozen RepBN, '
+                f'which cannot learn what LayerNorm hands over: {shown}. Train them (frozen_stages=-1, norm_eval=False, no '
+                'requires_grad=False in norm_cfg), or start from weights with PRepBN at gamma 0 (init_cfg or load_from).'
+            )
+        return frozen
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
-        set_gamma(runner.model, self.gamma_of(runner, runner.iter))
+        self._set_gamma(runner, self.gamma_of(runner, runner.iter))
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: Optional[dict] = None
     ) -> None:
         runner.message_hub.update_scalar('train/gamma', self.gamma_of(runner, runner.iter))
-        set_gamma(runner.model, self.gamma_of(runner, runner.iter + 1))
+        self._set_gamma(runner, self.gamma_of(runner, runner.iter + 1))
 
     def before_val_epoch(self, runner: Runner) -> None:
         if self._training:  # EMAHook may just have swapped in a gamma averaged over time
-            set_gamma(runner.model, self.gamma_of(runner, runner.iter))
+            self._set_gamma(runner, self.gamma_of(runner, runner.iter))
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # the same for what EMAHook put into the checkpoint

@@ -77,10 +77,18 @@ def test_an_empty_image_folder_is_named(shapes):
         (lambda c: {**c, 'images': [_without(i, 'width') for i in c['images']]}, r'images\[0\] .*lacks one of .*width'),
         (
             lambda c: {**c, 'categories': [{**k, 'name': 'cat'} for k in c['categories']]},
-            'no category .* among the classes',
+            r"the classes \('disc', 'star'\) are not among the categories",
         ),
         (
-            lambda c: {**c, 'categories': c['categories'][:0] + [{'id': 77, 'name': 'disc'}]},
+            lambda c: {**c, 'categories': [{**k, 'name': k['name'].replace('star', 'sun')} for k in c['categories']]},
+            r"the classes \('star',\) are not among the categories .*'ring'\), and the labels .* would shift.*metainfo",
+        ),
+        (
+            lambda c: {**c, 'categories': c['categories'][::-1]},
+            r"the classes \('disc', 'star'\) have another order .*\('star', 'disc'\).*label 0 would be learned as 'star'",
+        ),
+        (
+            lambda c: {**c, 'categories': [{**k, 'id': 77 + k['id']} for k in c['categories']]},
             r'annotations\[0\] .*category_id',
         ),
     ],
@@ -138,3 +146,67 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
 def test_a_missing_classification_set_is_named(dataset, message):
     with pytest.raises(FileNotFoundError, match=message):
         check_datasets(Config(dict(train_dataloader=dict(dataset=dataset))))
+
+
+def _rewrite(path, change):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(change(content)))
+
+
+@pytest.mark.parametrize('category', ['sun', 'star'])
+def test_mmdet_numbers_labels_as_the_check_says(shapes, category):
+    """What the check is for: with a class that the file has not, the labels of mmdet's data set are not those named."""
+    from mmdet.datasets import CocoDataset
+
+    args = dict(
+        data_root=str(shapes),
+        ann_file='annotations/instances_train.json',
+        data_prefix=dict(img='train/'),
+        metainfo=dict(classes=('disc', category, 'ring')),
+    )
+    names = {c['id']: c['name'] for c in json.loads((shapes / args['ann_file']).read_text())['categories']}
+    labels = {label: names[i] for i, label in CocoDataset(**args, pipeline=[]).cat2label.items()}
+    agree = labels == dict(enumerate(args['metainfo']['classes']))
+    assert agree == (category == 'star')
+    cfg = Config(dict(train_dataloader=dict(dataset=dict(type='CocoDataset', **args))))
+    if agree:
+        check_datasets(cfg)
+    else:
+        with pytest.raises(ValueError, match='labels of all classes after them would shift'):
+            check_datasets(cfg)
+
+
+def test_the_categories_of_a_large_file_are_found_without_parsing_it(shapes, monkeypatch):
+    monkeypatch.setattr('mmslab.data.checks._PARSE_UP_TO', 10)
+    path = shapes / 'annotations' / 'instances_train.json'
+    # wherever they stand, and whatever else is called so
+    _rewrite(path, lambda c: {'info': {'categories': 'five'}, **c, 'licenses': [{'categories': [1]}]})
+    check_datasets(config(shapes))
+    _rewrite(path, lambda c: {**c, 'categories': [{**k, 'name': k['name'].upper()} for k in c['categories']]})
+    with pytest.raises(ValueError, match=r"the classes \('disc', 'star'\) are not among .*'DISC', 'RECTANGLE'"):
+        check_datasets(config(shapes))
+
+
+def evaluated(root, ann_file):
+    cfg = config(root)
+    evaluator = dict(type='CocoMetric', ann_file=str(ann_file))
+    return Config(dict(val_dataloader=cfg.train_dataloader, val_evaluator=evaluator))
+
+
+def test_an_evaluators_file_must_be_of_the_data_set(shapes):
+    path = shapes / 'annotations' / 'instances_train.json'
+    other = shapes / 'other.json'
+    check_datasets(evaluated(shapes, path))
+    with pytest.raises(FileNotFoundError, match='val_evaluator: ann_file=.*other.json.* does not exist.*data_root'):
+        check_datasets(evaluated(shapes, other))
+    other.write_text(path.read_text())
+    check_datasets(evaluated(shapes, other))
+    _rewrite(other, lambda c: {**c, 'categories': c['categories'][::-1]})
+    with pytest.raises(ValueError, match='val_evaluator: the classes .* have another order than .*other.json'):
+        check_datasets(evaluated(shapes, other))
+    other.write_text(path.read_text())
+    _rewrite(other, lambda c: {**c, 'images': c['images'][:1]})
+    with pytest.raises(
+        ValueError, match='val_evaluator: ann_file=.*other.json.* lacks 1 of the 2 images .* first id 2'
+    ):
+        check_datasets(evaluated(shapes, other))

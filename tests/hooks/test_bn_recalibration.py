@@ -4,6 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from mmcv.cnn.bricks.drop import DropPath
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.registry import METRICS
@@ -67,6 +68,19 @@ def test_statistics_are_the_populations():
     batches = [b['inputs'] for b in loader]
     want = population_statistics(model, batches)
     assert recalibrate_bn(model, iter(loader), len(loader), progress=False) == 2
+    for a, b in zip(statistics(model), want):
+        assert torch.allclose(a.double(), b, atol=1e-5), (a, b)
+
+
+def test_drop_path_and_dropout_are_off():
+    """They stand before a norm, so that its statistics tell; at 0.9 no chance hides them."""
+    model = trained_toy()
+    fc1 = model.backbone['fc1']
+    model.backbone['fc1'] = torch.nn.Sequential(fc1, DropPath(0.9), torch.nn.Dropout(0.9))
+    loader = DataLoader(Items(), batch_size=4)
+    want = population_statistics(copy.deepcopy(model).eval(), [b['inputs'] for b in loader])
+    model.train()
+    recalibrate_bn(model, iter(loader), len(loader), progress=False)
     for a, b in zip(statistics(model), want):
         assert torch.allclose(a.double(), b, atol=1e-5), (a, b)
 
@@ -211,5 +225,36 @@ def test_bad_arguments_are_named(kwargs):
 def test_a_model_without_repbn_is_named(tmp_path):
     run = runner(tmp_path, [dict(type='BNRecalibrationHook', num_iters=1)], model=dict(type='_TestPlain'))
     with pytest.raises(ValueError, match='BNRecalibrationHook: Plain has neither PRepBN nor RepBN'):
+        run.train()
+    assert run.model.seen == []
+
+
+@pytest.mark.parametrize('ema', [None, dict(type='EMAHook', momentum=0.3)])
+def test_frozen_statistics_are_left_as_they_were(tmp_path, ema):
+    hooks = [AT_ZERO, dict(type='BNRecalibrationHook', num_epochs=1)]
+    run = runner(tmp_path, hooks, model=dict(type='_TestFrozen', how='stage', gamma=0.0), epochs=1, ema=ema)
+    with torch.no_grad():
+        run.model.backbone['norm1'].repbn.bn.running_mean.fill_(0.7)
+        run.model.backbone['norm1'].repbn.bn.running_var.fill_(3.0)
+    run.train()
+    saved = torch.load(tmp_path / 'epoch_1.pth', weights_only=False)['state_dict']
+    assert (saved['backbone.norm1.repbn.bn.running_mean'] == 0.7).all()
+    assert (saved['backbone.norm1.repbn.bn.running_var'] == 3.0).all()
+    # behind it, the population's, of what the frozen norm gives
+    model = Toy()
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        b = model.double().eval().backbone
+        seen = b['fc1'](b['norm1'](Items().x.double())).relu().reshape(-1, 8)
+    assert torch.allclose(b['norm2'].repbn.bn.running_mean, seen.mean(0), atol=1e-5)
+    assert torch.allclose(b['norm2'].repbn.bn.running_var, seen.var(0, unbiased=False), atol=1e-5)
+
+
+def test_a_model_with_frozen_statistics_alone_is_named(tmp_path):
+    hooks = [dict(type='BNRecalibrationHook', num_iters=1)]
+    run = runner(tmp_path, hooks, model=dict(type='_TestFrozen', how='norm_eval', gamma=0.0))
+    with pytest.raises(
+        ValueError, match='all 2 RepBN layers of Frozen are frozen .norm_eval=True.*Set norm_eval=False'
+    ):
         run.train()
     assert run.model.seen == []

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from mmengine.hooks import Hook
 
 from mmslab.hooks import GammaDecayHook
 from mmslab.layers import PRepBN
@@ -164,3 +165,64 @@ def test_a_gamma_left_above_zero_is_warned_of(tmp_path, caplog):
     assert 0 < float(next(m for m in run.model.modules() if isinstance(m, PRepBN)).gamma) == 0.5
     text = next(tmp_path.rglob('*.log')).read_text()
     assert 'gamma is still 0.500 after the last iteration' in text
+
+
+ALL = 'backbone.norm1, backbone.norm2'
+
+
+@pytest.mark.parametrize(
+    'how, number, names', [('stage', 1, 'backbone.norm1'), ('norm_eval', 2, ALL), ('requires_grad', 2, ALL)]
+)
+def test_frozen_layers_that_would_never_learn_are_named(tmp_path, how, number, names):
+    run = runner(tmp_path, [LINEAR], model=dict(type='_TestFrozen', how=how))
+    message = (
+        f'{number} of 2 PRepBN layers have gamma above 0 and a frozen RepBN.*: {names}. Train them .frozen_stages=-1'
+    )
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    assert run.model.seen == []
+
+
+def test_frozen_layers_at_gamma_0_keep_it(tmp_path):
+    run = runner(tmp_path, [LINEAR], model=dict(type='_TestFrozen', how='stage', gamma=0.0), checkpoint_every=2)
+    run.train()
+    assert [first for first, _ in run.model.seen] == [0.0] * 16
+    assert [second for _, second in run.model.seen] == pytest.approx([eq_6(t, 8) for t in range(16)])
+    saved = torch.load(tmp_path / 'epoch_2.pth', weights_only=False)['state_dict']
+    assert saved['backbone.norm1.gamma'] == 0
+
+
+def test_frozen_layers_take_their_gamma_from_the_weights(tmp_path):
+    """The config builds them at gamma 1; the weights, which are loaded before the hook looks, are at 0."""
+    weights = Toy()
+    for name in ('norm1', 'norm2'):
+        weights.backbone[name].set_gamma(0)
+    torch.save(weights.state_dict(), tmp_path / 'prepbn.pth')
+    hooks = [dict(type='GammaDecayHook', T=0)]
+    run = runner(tmp_path, hooks, model=dict(type='_TestFrozen', how='stage'), epochs=1)
+    run._load_from = str(tmp_path / 'prepbn.pth')
+    run.train()
+    assert gammas_seen(run) == [0.0] * 4
+
+
+def test_a_gamma_that_stays_leaves_frozen_layers_alone(tmp_path):
+    """Nothing is handed over, so nothing need learn."""
+    frozen = dict(type='_TestFrozen', how='norm_eval', gamma=0.3)
+    run = runner(tmp_path, [dict(type='GammaDecayHook', hold=1.0, start=0.3)], epochs=1, model=frozen)
+    run.train()
+    assert gammas_seen(run) == pytest.approx([0.3] * 4)
+
+
+def test_the_teacher_of_a_student_learns_without_gradients(tmp_path):
+    class MeanTeacherHook(Hook):
+        """By the name of mmdet's."""
+
+    def train(folder, hooks):
+        run = runner(tmp_path / folder, [LINEAR], epochs=1, extra=hooks)
+        run.model.teacher = Toy().requires_grad_(False)
+        run.train()
+        return run
+
+    assert float(train('taught', [MeanTeacherHook()]).model.teacher.backbone['norm1'].gamma) == 0
+    with pytest.raises(ValueError, match='2 of 4 PRepBN layers .*teacher.backbone.norm1'):
+        train('alone', [])

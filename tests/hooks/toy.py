@@ -84,6 +84,26 @@ class Plain(Toy):
         super().__init__(norm=nn.LayerNorm)
 
 
+@MODELS.register_module(name='_TestFrozen', force=True)
+class Frozen(Toy):
+    """Its first norm frozen as a stage, all norms as by norm_eval, or without gradients; at ``gamma``."""
+
+    def __init__(self, how, gamma=1.0):
+        super().__init__()
+        self.how = how
+        self.first = [self.backbone['norm1']] if how == 'stage' else [self.backbone['norm1'], self.backbone['norm2']]
+        for norm in self.first:
+            norm.set_gamma(gamma)
+            norm.requires_grad_(how == 'norm_eval')
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.how != 'requires_grad':
+            for norm in self.first:
+                norm.repbn.bn.eval()
+        return self
+
+
 class StopAfter(Hook):
     """Interrupts a run as a power cut would, once a checkpoint of ``iteration`` is written."""
 
