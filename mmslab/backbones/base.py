@@ -1,7 +1,7 @@
 """What every backbone here shares: blocks, stages, checked arguments, weights, freezing, gradient checkpointing."""
 
 from contextlib import nullcontext
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoints import load_pretrained
+from ..layers.attention import declared_parts, scopes
 from ..layers.embed import MLP, DropPath, PositionEmbedding
 from ..layers.fold import check_foldable, folded
 from ..layers.inference import add_, may_overwrite
@@ -201,6 +202,12 @@ class SLABBackbone(BaseModule):
             x = self.run_block(block, x)
         return x
 
+    def attentions(self) -> Iterator[Tuple[str, nn.Module]]:
+        """The modules that ``attn`` stands for, with their names in the backbone (``layers.0.blocks.0.attn``)."""
+        for i, stage in enumerate(self.layers):
+            for j, block in enumerate(stage.blocks):
+                yield f'layers.{i}.blocks.{j}.attn', block.attn
+
     def init_weights(self) -> None:
         """Loads ``init_cfg``'s checkpoint, whatever its known format. Random weights come with construction."""
         if self.init_cfg and self.init_cfg.get('type') == 'Pretrained':
@@ -218,13 +225,17 @@ class SLABBackbone(BaseModule):
                     m.eval()
         return self
 
-    def _freeze_stages(self) -> None:
+    def frozen(self) -> List[nn.Module]:
+        """What ``frozen_stages`` freezes: the patch embedding, and the stages with the norms on their outputs."""
         frozen = [self.patch_embed] if self.frozen_stages >= 0 else []
         for i in range(min(self.frozen_stages, len(self.layers))):
             frozen.append(self.layers[i])
             if i in self.out_indices:
                 frozen.append(getattr(self, f'norm{i}'))
-        for module in frozen:
+        return frozen
+
+    def _freeze_stages(self) -> None:
+        for module in self.frozen():
             module.eval()
             module.requires_grad_(False)
 
@@ -321,12 +332,13 @@ def build_attention(
 
     Args:
         attn (str | dict): 'sla', 'focused', 'softmax', the registered name of another attention, or a config
-            dict of one, whose entries win over ``args``.
+            dict of one, whose entries win over ``args``. A name may begin with its scope, ``'mmdet.MyAttention'``; without
+            one it is looked up as mmengine does, and then in all scopes.
         softmax (str): What 'softmax' stands for in this family of backbones.
         softmax_args (dict, optional): Arguments for 'softmax' alone.
 
     Raises:
-        ValueError: If the name is unknown, or what it names does not take these arguments.
+        ValueError: If the name is unknown or ambiguous, or what it names does not take these arguments.
     """
     names = {**LINEAR_ATTENTION, 'softmax': softmax}
     cfg = dict(type=attn) if isinstance(attn, str) else attn
@@ -335,15 +347,38 @@ def build_attention(
     cfg, name = dict(cfg), cfg['type']
     if name == 'softmax':
         args.update(softmax_args or {})
-    cfg['type'] = names.get(name, name)
-    if isinstance(name, str) and MODELS.get(cfg['type']) is None:
-        raise ValueError(
-            f'attn has the unknown type {name!r}. Use one of {sorted(names)}, or the name of an attention '
-            'registered in MODELS (import its module first).'
-        )
+    if isinstance(name, str):
+        cfg['type'] = _registered(names.get(name, name), cfg.get('_scope_'))
+        if cfg['type'] is None:
+            raise ValueError(
+                f'attn has the unknown type {name!r}. Use one of {sorted(names)}, or the name of an attention '
+                'registered in MODELS (import its module first).'
+            )
+    declared_parts(cfg['type'])
     try:
         return MODELS.build({**args, **cfg})
     except TypeError as e:
         raise ValueError(
             f'attn={attn!r} cannot be built: {e} It must take {", ".join(args)}, and what the config adds.'
         ) from e
+
+
+def _registered(name: str, scope: Optional[str] = None) -> Any:
+    """What is registered in MODELS as ``name``, in its own scope, ``scope``, the default scope or any other; or None.
+
+    Raises:
+        ValueError: If several scopes have the name, and neither it nor the default scope says which.
+    """
+    if not all(name.split('.')):
+        return None
+    with MODELS.switch_scope_and_registry(scope) as registry:
+        found = registry.get(name)
+    if callable(found):  # else it is a Python module of that name
+        return found
+    places = {r.scope: r.module_dict[name] for r in scopes(MODELS) if name in r.module_dict}
+    if len(set(places.values())) > 1:
+        raise ValueError(
+            f'attn has the type {name!r}, which several scopes have. Write which, one of '
+            f'{", ".join(repr(f"{place}.{name}") for place in sorted(places))}.'
+        )
+    return next(iter(places.values()), None)

@@ -1,6 +1,6 @@
 """SLABCSWin: the CSWin Transformer (Dong et al. 2022) with the norms and the attention of the SLAB paper."""
 
-from typing import Optional, Sequence, Union
+from typing import Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -243,6 +243,10 @@ class SLABCSWin(SLABBackbone):
             stages.append(Stage(blocks, downsample))
         self.layers = nn.ModuleList(stages)
         self.finish(out_norm_cfg, num_features)
+
+    def attentions(self) -> Iterator[Tuple[str, nn.Module]]:
+        for name, attn in super().attentions():
+            yield from ((f'{name}.branches.{i}', branch) for i, branch in enumerate(attn.branches))
 
 
 def _check_splits(splits: Sequence, name: str) -> Sequence[int]:

@@ -1,10 +1,15 @@
-"""Weights into a given model: taken, resized, refused."""
+"""Weights into a given model: taken, resized, refused.
+
+A checkpoint may lack what the model has for three reasons alone, each of which holds for whole parts: its norms are of another
+kind, its attention is, or its network has no such part anywhere (norms on the outputs, norms in the MLPs, the counters that
+BatchNorm has had since torch 0.4.1). A single tensor that is not there is a gap, and an error.
+"""
 
 import logging
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, List, Optional, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -13,21 +18,28 @@ from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from torch import Tensor
 
-from ..layers.attention import resize_positional_encoding
+from ..layers.attention import may_leave, own_parts, resize_positional_encoding
 from ..layers.embed import PositionEmbedding
 from ..layers.norm import PRepBN, RepBN, TokenBN
 from .files import StateDict, read_state_dict
 from .names import canonical, fit_projections
 
+_MAX_REASONS = 5  # lines of the report for what is new, and as many for what is unused
+
 
 @dataclass
 class LoadReport:
-    """What became of every tensor: names of the checkpoint (``unused``) and of the model (the others)."""
+    """What became of every tensor: names of the checkpoint (``unused``) and of the model (the others).
+
+    ``reasons`` says of each new and each unused tensor why it is. As a string it is a summary of at most a dozen lines,
+    which gives for each reason how many there are, and examples.
+    """
 
     taken: List[str] = field(default_factory=list)
     resized: List[str] = field(default_factory=list)
     new: List[str] = field(default_factory=list)
     unused: List[str] = field(default_factory=list)
+    reasons: Dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -35,19 +47,17 @@ class LoadReport:
             f'{len(self.unused)} unused'
         ]
         for what in ('resized', 'new', 'unused'):
-            names = getattr(self, what)
-            if names:
-                lines.append(f'  {what}: ' + ', '.join(names))
+            by_reason: Dict[str, List[str]] = {}
+            for key in getattr(self, what):
+                by_reason.setdefault(self.reasons.get(key, ''), []).append(key)
+            groups = list(by_reason.items())
+            if len(groups) > _MAX_REASONS:
+                rest = groups[_MAX_REASONS - 1 :]
+                groups[_MAX_REASONS - 1 :] = [('; '.join(r for r, _ in rest), [k for _, keys in rest for k in keys])]
+            for reason, keys in groups:
+                more = ', ...' if len(keys) > 2 else ''
+                lines.append(f'  {len(keys)} {what}: {", ".join(keys[:2])}{more}{reason and f" ({reason})"}')
         return '\n'.join(lines)
-
-
-# What a checkpoint may lack: parts that another kind of attention or norm has, and the norms on the outputs
-_OF_ONE_ATTENTION = r'attn\.(branches\.\d\.)?(dwc|positional_encoding|scale|relative_position_bias_table|sr|norm)(\.|$)'
-_MAY_BE_NEW = re.compile(rf'{_OF_ONE_ATTENTION}|mlp\.norm\.|^norm\d+\.|num_batches_tracked$')
-_MAY_BE_UNUSED = re.compile(
-    rf'{_OF_ONE_ATTENTION}|attn\.relative_position_index|attn_mask$|'
-    r'(^|\.)cls_token$|^norm\d*\.|^head\.|^neck\.|^rpn_head\.|^roi_head\.|^bbox_head\.|^data_preprocessor\.'
-)
 
 
 def load_pretrained(
@@ -63,8 +73,11 @@ def load_pretrained(
       stays as configured; the RepBN beside it is new, its statistics come from training or recalibration).
     * Positional encodings, position embeddings and relative position tables of other sizes are resized; where the
       model has no class token, its embedding is left out.
-    * Attention of another kind takes the projections; what only one of the two kinds has is new or unused.
-    * All else must be there and have the right shape. What was done is logged, tensor by tensor.
+    * Attention of another kind takes the projections; what only one of the two kinds has (:mod:`mmslab.layers.attention`)
+      is new or unused.
+    * Norms on the outputs may all be new, or all but the last, the only one that a classifier has; so may all norms in the
+      MLPs, and all counters of batches.
+    * All else must be there and have the right shape. What was done is logged, by reason.
 
     Args:
         backbone (nn.Module): Built, its parameters on any device.
@@ -74,14 +87,19 @@ def load_pretrained(
         logger: As in mmengine's ``print_log``.
 
     Returns:
-        LoadReport: The names of tensors taken, resized, new and unused.
+        LoadReport: The names of tensors taken, resized, new and unused, and why they are new or unused.
 
     Raises:
         FileNotFoundError, ValueError: See :func:`read_state_dict`; ValueError also for a checkpoint of another
-            architecture or of another norm, or if just one of checkpoint and backbone is folded. Nothing is loaded then.
+            architecture or of another norm, one with a gap, one with LayerNorms for PRepBNs at gamma 0 whose statistics
+            will not be learnt, or if just one of checkpoint and backbone is folded. Nothing is loaded then.
     """
     name = 'dict' if isinstance(checkpoint, dict) else str(checkpoint)
     model = backbone.module if is_model_wrapper(backbone) else backbone
+    if not _is_backbone(model):
+        raise ValueError(
+            f'backbone must be one of mmslab, but got a {type(model).__name__}. Of a detector, pass model.backbone.'
+        )
     state = canonical(read_state_dict(checkpoint, trust))
     report = LoadReport()
     if prefix is None and any(k.startswith('backbone.') for k in state):
@@ -89,39 +107,47 @@ def load_pretrained(
     if prefix:
         prefix = prefix.rstrip('.') + '.'
         report.unused += [k for k in state if not k.startswith(prefix)]
+        report.reasons.update(dict.fromkeys(report.unused, f'not in {prefix}*'))
         state = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
     target = model.state_dict()
     _check_form(model, state, repr(name))
-    state = fit_projections(state, lambda at: f'{at}q.weight' not in target)
-    state = _fit_norms(state, model, name)
+    state = fit_projections(state, lambda at: f'{at}kv.weight' not in target)
+    state, converted, left = _fit_norms(state, model, name)
     fitted: StateDict = {}
     for key, value in state.items():
         if key not in target:
-            report.unused.append(key)
-        elif value.shape == target[key].shape:
+            continue
+        if value.shape == target[key].shape:
             fitted[key] = value
             report.taken.append(key)
         else:
             fitted[key] = _resize(key, value, target[key], model, name)
             report.resized.append(key)
+    left += [k for k in state if k not in target]
     report.new = [k for k in target if k not in fitted]
+    report.unused += left
     if not report.taken:
         raise ValueError(
             f'checkpoint {name!r} has no tensor of {type(model).__name__}; its keys begin with '
             f'{", ".join(sorted(state)[:3]) or "another prefix"}. Give weights of this kind of backbone.'
         )
-    _check_complete(report, model, name, prefix)
+    report.reasons.update(_why_new(model, list(target), report.new, left, converted))
+    report.reasons.update(_why_unused(model, left))
+    _check_complete(
+        [k for k in report.new if k not in report.reasons], [k for k in left if k not in report.reasons], name
+    )
+    warnings = _check_handover(model, report.new, converted, name)
     gamma = {k: float(v) for k, v in fitted.items() if k.endswith('gamma')}
     other = next((k for k in gamma if gamma[k] > 0 and target[k] == 0), None)
+    if other is not None:
+        warnings.append(
+            f'{name} is from the middle of a handover: its gamma, {gamma[other]:g}, takes the place of the configured 0. Without '
+            'a GammaDecayHook it will stay there.'
+        )
     model.load_state_dict(fitted, strict=False)
     print_log(f'{name} into {type(model).__name__}: {report}', logger=logger)
-    if other is not None:
-        print_log(
-            f'{name} is from the middle of a handover: its gamma, {gamma[other]:g}, takes the place of the configured 0. Without '
-            'a GammaDecayHook it will stay there.',
-            logger=logger,
-            level=logging.WARNING,
-        )
+    for warning in warnings:
+        print_log(warning, logger=logger, level=logging.WARNING)
     return report
 
 
@@ -131,17 +157,17 @@ def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike, dict], name
     mmengine's own loader leaves a model as it is where a checkpoint does not fit, with a warning. ``checkpoint`` is a file,
     or what a file holds, which ``name`` then names.
     """
-    name = name or repr(str(checkpoint))
+    name = name or ('the given dict' if isinstance(checkpoint, dict) else repr(str(checkpoint)))
     state = read_state_dict(checkpoint, name=name)
     model = model.module if is_model_wrapper(model) else model
     target = model.state_dict()
     for at, module in model.named_modules():
+        if not _is_backbone(module):
+            continue
         prefix = f'{at}.' if at else ''
         _check_form(module, {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}, name)
     # what authors leave in their weights without using it, as the class token of an SLA DeiT, may be there too
-    wrong = [k for k in target if k not in state] or [
-        k for k in state if k not in target and not _MAY_BE_UNUSED.search(k)
-    ]
+    wrong = [k for k in target if k not in state] or [k for k in state if k not in target and not _LEFT_OVER.search(k)]
     if wrong:
         side = 'lacks' if wrong[0] in target else 'has, and the model has not,'
         more = f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''
@@ -162,14 +188,16 @@ _OF_FOLDED = re.compile(r'\.qkv_of_padding$|\.attn\.(bias|sr_shift)$|(^|\.)norm\
 _OF_UNFOLDED = re.compile(r'(^|\.)norm\d*\.(repbn\.|eta$|bn\.)|\.relative_position_bias_table$')
 
 
+def _is_backbone(module: nn.Module) -> bool:
+    return hasattr(module, 'attentions')  # mmslab.backbones imports this module, not the other way round
+
+
 def _differ(own: Tensor, other: Optional[Tensor]) -> bool:
     return other is not None and own.shape != other.shape
 
 
 def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
-    """Raises ValueError if ``backbone`` is one of this package, and one of it and ``state`` is folded, the other not."""
-    if not hasattr(backbone, 'deploy') or not hasattr(backbone, 'patch_embed'):
-        return
+    """Raises ValueError if just one of ``backbone`` and ``state`` is folded."""
     blocks = [k for k in state if re.match(r'layers\.\d+\.blocks\.', k)]
     lacking = [k for k in backbone.state_dict() if _OF_FOLDED.search(k) and k not in state]
     folded = None
@@ -198,8 +226,28 @@ def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
         )
 
 
-def _fit_norms(state: StateDict, model: nn.Module, name: str) -> StateDict:
-    """Moves each norm's tensors to where the model's norm of that place wants them."""
+_BN = ('weight', 'bias', 'running_mean', 'running_var')
+# The tensors of each kind of norm, without BatchNorm's counter, which old checkpoints lack. A kind is told by having any
+# of those that begin so, the first that fits.
+_NORMS = {
+    'PRepBN': ('gamma', 'ln.weight', 'ln.bias', 'repbn.eta', *(f'repbn.bn.{k}' for k in _BN)),
+    'RepBN': ('eta', *(f'bn.{k}' for k in _BN)),
+    'BN': tuple(f'bn.{k}' for k in _BN),
+    'LN': ('weight', 'bias'),
+}
+_TELLTALES = {'PRepBN': ('gamma', 'ln.', 'repbn.'), 'RepBN': ('eta',), 'BN': ('bn.',), 'LN': ('weight', 'bias')}
+_OUTPUT_NORM = re.compile(r'norm\d+$')
+# A PRepBN may be made from these: where their tensors go, and why the rest of it is new then
+_INTO_PREPBN = {'LN': ('ln', 'RepBN and gamma, beside a LayerNorm'), 'RepBN': ('repbn', 'LayerNorm, beside a RepBN')}
+
+
+def _fit_norms(state: StateDict, model: nn.Module, name: str) -> Tuple[StateDict, Dict[str, str], List[str]]:
+    """Moves each norm's tensors to where the model's norm of that place wants them.
+
+    Returns:
+        tuple[dict, dict, list]: The tensors; the places of PRepBNs that are made from another norm, with that norm's kind;
+        the names of norms on the outputs that the model cannot take, and does without.
+    """
     state = dict(state)
     outs = tuple(getattr(model, 'out_indices', ()))
     if len(outs) == 1 and not any(k.startswith(f'norm{outs[0]}.') for k in state):  # a classifier's only norm
@@ -209,37 +257,59 @@ def _fit_norms(state: StateDict, model: nn.Module, name: str) -> StateDict:
         moved = {key: state.pop(key) for key in list(state) if key.startswith(old)}
         state.update({new + key[len(old) :]: value for key, value in moved.items()})
 
-    def kind(at: str) -> Optional[str]:
-        for key, found in (('repbn.eta', 'PRepBN'), ('eta', 'RepBN'), ('bn.weight', 'BN'), ('weight', 'LN')):
-            if f'{at}.{key}' in state:
-                return found
-        return None
-
+    converted: Dict[str, str] = {}
+    left: List[str] = []
+    kinds: Dict[str, Dict[str, str]] = {}  # argument that makes the norm -> place -> kind in the checkpoint
     for at, module in model.named_modules():
         if not isinstance(module, (PRepBN, RepBN, TokenBN, nn.LayerNorm)) or at.endswith(('.repbn', '.ln')):
             continue
-        wanted, found = {nn.LayerNorm: 'LN', TokenBN: 'BN'}.get(type(module), type(module).__name__), kind(at)
-        if found is None or found == wanted:
+        wanted = {nn.LayerNorm: 'LN', TokenBN: 'BN'}.get(type(module), type(module).__name__)
+        parts = {k[len(at) + 1 :] for k in state if k.startswith(f'{at}.')}
+        found = next((k for k, begins in _TELLTALES.items() if any(p.startswith(begins) for p in parts)), None)
+        if found is None:
             continue
-        if (wanted, found) == ('PRepBN', 'RepBN'):
-            move(f'{at}.', f'{at}.repbn.')
-            state[f'{at}.gamma'] = torch.zeros(())
-        elif (wanted, found) == ('PRepBN', 'LN'):
-            move(f'{at}.', f'{at}.ln.')
+        argument = _argument(at)
+        kinds.setdefault(argument, {})[at] = found
+        if found == wanted:
+            continue
+        no_eta = found == 'BN' and wanted in ('RepBN', 'PRepBN')  # a gap, or another norm: only the user can tell
+        into_prepbn = wanted == 'PRepBN' and found in _INTO_PREPBN
+        if into_prepbn or (wanted, found) == ('RepBN', 'PRepBN'):
+            _check_complete([f'{at}.{part}' for part in _NORMS[found] if part not in parts], [], name)
+        if into_prepbn:
+            move(f'{at}.', f'{at}.{_INTO_PREPBN[found][0]}.')
+            converted[at] = found
+            if found == 'RepBN':
+                state[f'{at}.gamma'] = torch.zeros(())
         elif (wanted, found) == ('RepBN', 'PRepBN') and state[f'{at}.gamma'] == 0:
             for key in [k for k in state if k.startswith((f'{at}.ln.', f'{at}.gamma'))]:
                 del state[key]
             move(f'{at}.repbn.', f'{at}.')
-        elif re.match(r'norm\d+$', at):  # the norm on an output: a detector has its own
-            for key in [k for k in state if k.startswith(f'{at}.')]:
-                state[f'{at}.{found}.{key[len(at) + 1 :]}'] = state.pop(key)  # stays, as unused
+        elif _OUTPUT_NORM.match(at) and not no_eta:  # a detector has its own
+            left += [f'{at}.{part}' for part in parts]
+            state = {k: v for k, v in state.items() if not k.startswith(f'{at}.')}
         else:
-            gamma = f' at gamma {float(state[at + ".gamma"]):g}' if found == 'PRepBN' else ''
+            gamma = f' at gamma {float(state[at + ".gamma"]):g}' if f'{at}.gamma' in state else ''
+            without = f' without {f"{at}.eta"!r}' if no_eta else ''
             raise ValueError(
-                f"checkpoint {name!r} has a {found}{gamma} at {at!r}, but the model's norm_cfg makes a {wanted} there. "
-                f"Build it with norm_cfg=dict(type='{found}')."
+                f"checkpoint {name!r} has a {found}{gamma} at {at!r}{without}, but the model's {argument} makes a {wanted} "
+                f"there. Build it with {argument}=dict(type='{found}')."
             )
-    return state
+    for places in kinds.values():  # one argument makes them all: a PRepBN among LayerNorms is a gap
+        if len(set(places.values())) > 1:
+            at = next((at for at in places if at in converted), None)
+            if at is not None:
+                _check_complete([f'{at}.gamma' if converted[at] == 'LN' else f'{at}.ln.weight'], [], name)
+    return state, converted, left
+
+
+def _argument(at: str) -> str:
+    """The argument of the backbone that makes the norm at ``at``."""
+    if _OUTPUT_NORM.match(at):
+        return 'out_norm_cfg'
+    if at.endswith('.mlp.norm'):
+        return 'ffn_norm_cfg'
+    return "attn's norm_cfg" if '.attn.' in at else 'norm_cfg'
 
 
 def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str) -> Tensor:
@@ -277,29 +347,145 @@ def _side(tokens: int) -> Optional[int]:
     return side if side * side == tokens else None
 
 
-def _check_complete(report: LoadReport, model: nn.Module, name: str, prefix: Optional[str]) -> None:
-    """A block too few or too many means another architecture, however well the rest fits."""
-    norms = tuple(f'{at}.' for at, m in model.named_modules() if isinstance(m, (PRepBN, RepBN, TokenBN)))
-    with_norm = {k for k in report.taken if k.startswith(norms)}
+def _why_new(
+    model: nn.Module, target: Sequence[str], new: Sequence[str], left: Sequence[str], converted: Dict[str, str]
+) -> Dict[str, str]:
+    """The reason of each tensor that the checkpoint lacks and may lack; the others are gaps.
 
-    def norm_part(key: str) -> bool:  # part of a norm of which the checkpoint has another part
-        return any(key.startswith(at) and any(k.startswith(at) for k in with_norm) for at in norms)
+    Args:
+        target (Sequence[str]): What the model has.
+        new (Sequence[str]): What the checkpoint lacks.
+        left (Sequence[str]): What it has and the model has not.
+        converted (dict): See :func:`_fit_norms`.
+    """
+    lacking, reasons = set(new), {}
+    for at, kind in converted.items():
+        into, reason = _INTO_PREPBN[kind]
+        reasons.update(
+            {k: reason for k in new if k.startswith(f'{at}.') and k.startswith(f'{at}.ln.') == (into == 'repbn')}
+        )
 
-    missing = [k for k in report.new if not _MAY_BE_NEW.search(k) and not norm_part(k)]
-    layers = len(model.layers) if hasattr(model, 'layers') else None
+    norms = {
+        at: [k for k in target if k.startswith(f'{at}.')]
+        for at, _ in model.named_modules()
+        if _OUTPUT_NORM.match(at) or at.endswith('.mlp.norm')
+    }
+    for argument, reason in (('out_norm_cfg', 'norms on the outputs'), ('ffn_norm_cfg', 'norms in the MLPs')):
+        places = {at: keys for at, keys in norms.items() if keys and _argument(at) == argument}
+        there = [at for at, keys in places.items() if not lacking.issuperset(keys)]
+        if not there or (argument == 'out_norm_cfg' and there == list(places)[-1:]):  # a classifier has the last one
+            reasons.update({k: reason for at, keys in places.items() if at not in there for k in keys})
+
+    counters = [k for k in target if k.endswith('.num_batches_tracked') and k not in reasons]
+    counters = [k for k in counters if k.replace('num_batches_tracked', 'running_var') not in lacking]
+    if len(counters) > 1 and lacking.issuperset(counters):
+        reasons.update(dict.fromkeys(counters, 'counters of batches, which checkpoints of old have not'))
+    if not getattr(model, 'deploy', False):  # a folded checkpoint has all of its attention
+        reasons.update(_why_new_in_attention(model, lacking.issuperset, left))
+    return reasons
+
+
+def _why_new_in_attention(
+    model: nn.Module, lacks: Callable[[Sequence[str]], bool], left: Sequence[str]
+) -> Iterator[Tuple[str, str]]:
+    """Parts of attention that the checkpoint has in no block of a stage: its attention is of another kind there.
+
+    A part of a single tensor says that only if the checkpoint has other things in the place, or the tensor nowhere.
+    """
+    stages: Dict[str, Dict[str, Dict[str, List[str]]]] = {}  # part -> stage -> place -> its tensors
+    undeclared = set()
+    for at, attn in model.attentions():
+        for part, names in own_parts(attn).items():
+            stages.setdefault(part, {}).setdefault(at.split('.')[1], {})[at] = [f'{at}.{name}' for name in names]
+            if part == type(attn).__name__:
+                undeclared.add(part)
+    for part, by_stage in stages.items():
+        without = {stage: places for stage, places in by_stage.items() if all(map(lacks, places.values()))}
+        tensors = sum(len(keys) for places in without.values() for keys in places.values())
+        nowhere = without == by_stage and (tensors > 1 or part in undeclared)
+        for places in without.values():
+            other = all(any(k.startswith(f'{at}.') and not _COMPUTED.search(k) for k in left) for at in places)
+            if nowhere or other or all(len(keys) > 1 for keys in places.values()):
+                yield from ((k, f'{part}, not in its attention') for keys in places.values() for k in keys)
+
+
+_COMPUTED = re.compile(r'(relative_position_index|attn_mask)$')
+_OF_HEADS = r'^(head|neck|rpn_head|roi_head|bbox_head|data_preprocessor)\.'
+_MAY_BE_UNUSED = (
+    (_COMPUTED, 'computed by the model'),
+    (re.compile(r'(^|\.)cls_token$'), 'class token'),
+    (re.compile(r'^norm\d*\.'), 'other norms on the outputs'),
+    (re.compile(_OF_HEADS), 'not of a backbone'),
+)
+# What authors leave in their weights without using it: the class token of an SLA DeiT, the scales of an SLA CSWin
+_LEFT_OVER = re.compile(rf'{_COMPUTED.pattern}|(^|\.)cls_token$|attn\.branches\.\d+\.scale$|^norm\d*\.|{_OF_HEADS}')
+
+
+def _why_unused(model: nn.Module, left: Sequence[str]) -> Dict[str, str]:
+    """The reason of each tensor that the model has not and need not have."""
+    layers = len(model.layers)
+    attentions = dict(model.attentions())
 
     def beyond(key: str) -> bool:  # a stage after the last one that is returned is not built
         m = re.match(r'layers\.(\d+)\.(downsample)?', key)
-        return bool(m and layers and (int(m[1]) >= layers or (m[2] and int(m[1]) == layers - 1)))
+        return bool(m and (int(m[1]) >= layers or (m[2] and int(m[1]) == layers - 1)))
 
-    outside = report.unused if prefix is None else [k for k in report.unused if not k.startswith(prefix)]
-    strange = [k for k in outside if not _MAY_BE_UNUSED.search(k) and not beyond(k)]
-    if prefix is not None:  # keys outside the prefix are another module's
-        strange = [k for k in strange if k.startswith(('patch_embed.', 'layers.'))]
+    def of_attention(key: str) -> bool:
+        at = next((at for at in attentions if key.startswith(f'{at}.')), None)
+        return at is not None and may_leave(attentions[at], key[len(at) + 1 :].partition('.')[0])
+
+    reasons = {}
+    for key in left:
+        if beyond(key):
+            reasons[key] = 'stages that the model does not build'
+        elif any(pattern.search(key) for pattern, _ in _MAY_BE_UNUSED):
+            reasons[key] = next(reason for pattern, reason in _MAY_BE_UNUSED if pattern.search(key))
+        elif of_attention(key):
+            reasons[key] = 'of another kind of attention'
+    return reasons
+
+
+def _check_complete(missing: Sequence[str], strange: Sequence[str], name: str) -> None:
+    """A block too few or too many means another architecture, however well the rest fits; one tensor is a gap."""
     if missing or strange:
         what = f'it lacks {missing[0]!r}' if missing else f'the model has no {strange[0]!r}'
         more = len(missing) + len(strange) - 1
         raise ValueError(
-            f'checkpoint {name!r} is of another architecture: {what}{f" (and {more} more)" if more else ""}. '
-            "Set the backbone's arch, attn and norm_cfg to the checkpoint's."
+            f'checkpoint {name!r} is incomplete or of another architecture: {what}{f" (and {more} more)" if more else ""}. '
+            "Give a complete one, or set the backbone's arch, attn and norm_cfg to the checkpoint's."
         )
+
+
+_HANDOVER = 'gamma=1.0 in norm_cfg, {}, and GammaDecayHook and BNRecalibrationHook in custom_hooks'
+
+
+def _check_handover(model: nn.Module, new: Sequence[str], converted: Dict[str, str], name: str) -> List[str]:
+    """Raises ValueError where LayerNorms would go unused beside BN statistics that are never learnt; returns warnings."""
+    frozen = {m for part in model.frozen() for m in part.modules()}
+    kept = [
+        at
+        for at, m in model.named_modules()
+        if isinstance(m, (RepBN, TokenBN)) and f'{at}.bn.running_var' in new and (model.norm_eval or m in frozen)
+    ]
+    what = 'norm_eval=True' if model.norm_eval else f'frozen_stages={model.frozen_stages}'
+    instead = 'norm_eval=False' + (', frozen_stages=-1' if frozen else '')
+    at_zero = [at for at, kind in converted.items() if kind == 'LN' and not model.get_submodule(at).ln_needed]
+    unlearnt = next((at for at in at_zero if f'{at}.repbn' in kept), None)
+    if unlearnt is not None:
+        raise ValueError(
+            f'checkpoint {name!r} has a LayerNorm at {unlearnt!r}, where the model has a PRepBN at gamma 0, which computes '
+            f'its RepBN alone; and {what} keeps the BN statistics of that as initialized. Give weights that were trained '
+            f'with PRepBN, or make the handover: {_HANDOVER.format(instead)}.'
+        )
+    warnings = []
+    if at_zero:
+        warnings.append(
+            f'{name} has LayerNorms, which {len(at_zero)} PRepBNs at gamma 0 do not compute: their RepBNs start untrained, so '
+            f'that the features are not those of the pre-training. To make the handover set {_HANDOVER.format(instead)}.'
+        )
+    if kept:
+        warnings.append(
+            f'{name} has no BN statistics for {len(kept)} norms, {kept[0]!r} first, and {what} keeps them as initialized. '
+            f'Unless gamma stays 1 there, set {instead}.'
+        )
+    return warnings

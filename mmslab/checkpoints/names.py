@@ -13,6 +13,9 @@ def canonical(state: StateDict) -> StateDict:
 
     The authors keep the key names of the families that they build on, so PVT's, DeiT's (timm's) and CSWin's own
     checkpoints are renamed too.
+
+    Raises:
+        ValueError: If some of the authors' PRepBNs have counters of their steps and another has not.
     """
     state = _from_openmmlab_swin(state)
     for known_by, renames in _FAMILIES:
@@ -103,15 +106,14 @@ def _from_openmmlab_swin(state: StateDict) -> StateDict:
 
 
 def _canonical_norms(state: StateDict) -> StateDict:
-    """The authors' PRepBN (norm1, norm2.alpha, norm2.bn, iter, total_step, warm) and RepBN (alpha, bn) to ours."""
-    prepbn = {
-        p
-        for p in (k[: -len('norm2.alpha')] for k in state if _ends_with(k, 'norm2.alpha'))
-        if p + 'norm1.weight' in state
-    }
-    repbn = {p for p in (k[: -len('alpha')] for k in state if _ends_with(k, 'alpha')) if p + 'bn.weight' in state} - {
-        p + 'norm2.' for p in prepbn
-    }
+    """The authors' PRepBN (norm1, norm2.alpha, norm2.bn, iter, total_step, warm) and RepBN (alpha, bn) to ours.
+
+    One with a gap is told by what it still has, so that :func:`load_pretrained` finds the gap and names it.
+    """
+    second = (re.fullmatch(r'((?:.*\.)?)norm2\.(?:alpha|bn\.\w+)', k) for k in state)
+    prepbn = {m[1] for m in second if m and any(f'{m[1]}norm1.{k}' in state for k in ('weight', 'bias'))}
+    bn = {m[1] for m in (re.fullmatch(r'((?:.*\.)?)bn\.\w+', k) for k in state) if m}
+    repbn = {p for p in bn if f'{p}alpha' in state} - {f'{p}norm2.' for p in prepbn}
     out = {}
     for key, value in state.items():
         owner = next(
@@ -133,6 +135,13 @@ def _canonical_norms(state: StateDict) -> StateDict:
             out[key[: -len('alpha')] + 'eta'] = value
         else:
             out[key] = value
+    for counter in ('iter', 'total_step'):
+        without = sorted(p for p in prepbn if p + counter not in state)
+        if without and len(without) < len(prepbn):
+            raise ValueError(
+                f'the checkpoint is incomplete: it lacks {without[0] + counter!r}, which says how far the handover of that '
+                'norm was, and has it of others. Give a complete one.'
+            )
     for p in prepbn:  # Eq. 6; a converted checkpoint without counters has left the LayerNorm behind
         steps, total = state.get(p + 'iter'), state.get(p + 'total_step')
         gamma = 0.0 if steps is None or total is None or total == 0 else float(steps) / float(total)

@@ -6,19 +6,27 @@ constructor arguments ``embed_dims, num_heads, window_size, qkv_bias, proj_drop`
 a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more: PVT passes ``sr_ratio`` and
 ``norm_cfg`` too, CSWin passes ``with_projections=False`` and calls ``mix(q, k, v, hw_shape)``.
 
+Pre-trained weights come from networks with other attention. What is common to all is the projections, linear layers
+``qkv`` (or ``q`` and ``kv``) and ``proj``: where an attention has them, a checkpoint must have them. All else is its
+own: where a checkpoint has none of it, it stays as initialized, and is reported. A class that has parts which a
+checkpoint may have one without the other names them in ``own_parameters``, a dict of names of its parameters and
+children by part, as ``{'linear attention': ('dwc', 'positional_encoding')}``. What it does not name there is one part more.
+A checkpoint has a part as a whole or not at all, in all blocks of a stage; a gap in it is an error. Declared parts are also
+what a checkpoint may have beyond what another kind of attention takes from it.
+
 For inference a block offers the norm before it to ``attn.absorb(scale, shift)``. An attention without that method
 keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``. SLABSwin, which
 pads between the norm and the attention, offers it only where there are ``qkv``, ``mix`` and ``proj`` too.
 """
 
 from contextlib import nullcontext
-from typing import Optional, Tuple, Union
+from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.model import BaseModule
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, Registry
 from torch import Tensor
 
 from .fold import fold_forward, folded_back
@@ -52,6 +60,66 @@ def resize_positional_encoding(encoding: Tensor, old: Size, new: Size, mode: str
     return grid.flatten(2).transpose(1, 2).to(encoding.dtype)
 
 
+_PROJECTIONS = ({'qkv'}, {'q', 'kv'}, {'proj'})
+Parts = Dict[str, Tuple[str, ...]]
+
+
+def own_parts(attn: nn.Module) -> Dict[str, List[str]]:
+    """What ``attn`` has beyond the projections, by part: names in its ``state_dict``. See the top of this module.
+
+    A part is one that the class declares in ``own_parameters``; what it does not name is a part under the class's name.
+    """
+    declared = {name: part for part, names in declared_parts(type(attn)).items() for name in names}
+    common = set().union(*(names for names in _PROJECTIONS if all(hasattr(attn, name) for name in names)))
+    parts: Dict[str, List[str]] = {}
+    for key in attn.state_dict():
+        name = key.partition('.')[0]
+        if name not in common or name in declared:
+            parts.setdefault(declared.get(name, type(attn).__name__), []).append(key)
+    return parts
+
+
+def declared_parts(cls: type) -> Parts:
+    """``own_parameters`` of a class of attention; none where it declares nothing.
+
+    Raises:
+        ValueError: If they are no dict of sequences of names.
+    """
+    parts = getattr(cls, 'own_parameters', {})
+    if not isinstance(parts, dict) or not all(
+        isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names) for names in parts.values()
+    ):
+        raise ValueError(
+            f'{getattr(cls, "__name__", cls)}.own_parameters must be a dict of parts, each a tuple of names, such as '
+            f"{{'gating': ('gate',)}}, but got {parts!r}."
+        )
+    return parts
+
+
+def may_leave(attn: nn.Module, name: str) -> bool:
+    """Whether a checkpoint may have a parameter or child ``name`` in the place of ``attn``, which has none of that name.
+
+    It may be part of another kind of attention that is registered, or a projection that ``attn`` does without. Where
+    ``attn`` has parameters that no class declares, nothing is known of what it stands for, and it may be anything.
+    """
+    undeclared = type(attn).__name__ in own_parts(attn)
+    projection = any(name in names for names in _PROJECTIONS)
+    return undeclared or projection and not hasattr(attn, name) or name in _declared_names()
+
+
+def _declared_names() -> Set[str]:
+    registered = [m for registry in scopes(MODELS) for m in registry.module_dict.values()]
+    declared = [getattr(m, 'own_parameters', None) for m in registered]
+    return {name for parts in declared if isinstance(parts, dict) for names in parts.values() for name in names}
+
+
+def scopes(registry: Registry) -> Iterator[Registry]:
+    """``registry`` and all below it: those of the projects, such as mmdet's, that have been imported."""
+    yield registry
+    for child in registry.children.values():
+        yield from scopes(child)
+
+
 class _SelfAttention(BaseModule):
     """What attention on a map needs around the attention itself: projections to q, k, v, and back.
 
@@ -61,6 +129,7 @@ class _SelfAttention(BaseModule):
     """
 
     deploy = False
+    own_parameters: Parts = {'spatial reduction': ('sr', 'norm')}
 
     def __init__(
         self,
@@ -150,6 +219,8 @@ def _pad_to(grid: Tensor, side: int) -> Tensor:
 
 class _LinearAttention(_SelfAttention):
     """What simplified and focused linear attention share: all but the map from q, k to positive features."""
+
+    own_parameters = {**_SelfAttention.own_parameters, 'linear attention': ('dwc', 'positional_encoding')}
 
     def __init__(
         self,
@@ -384,6 +455,8 @@ class FocusedLinearAttention(_LinearAttention):
         **kwargs: Those of :class:`SimplifiedLinearAttention`.
     """
 
+    own_parameters = {**_LinearAttention.own_parameters, 'focusing': ('scale',)}
+
     def __init__(self, embed_dims: int, *args, focusing_factor: float = 3, **kwargs) -> None:
         super().__init__(embed_dims, *args, **kwargs)
         if focusing_factor <= 0:
@@ -422,6 +495,7 @@ class SoftmaxWindowAttention(_SelfAttention):
     """
 
     uses_mask = True  # a block makes a mask for shifted windows only where this is set
+    own_parameters = {'relative positions': ('relative_position_bias_table',)}
 
     def __init__(
         self,
