@@ -66,7 +66,7 @@ def assert_folds(model: SLABBackbone, *sizes, batch: int = 2) -> SLABBackbone:
 
 def folded_copy(model: SLABBackbone) -> SLABBackbone:
     deployed = copy.deepcopy(model)
-    deployed.switch_to_deploy()
+    deployed.switch_to_deploy(check=False)  # which would do what these tests do
     return deployed
 
 
@@ -217,7 +217,7 @@ def test_exact_at_every_size(family, kwargs, monkeypatch):
     del deployed
     model, x = model.double(), x.double()
     wants = run(model, x)
-    model.switch_to_deploy()
+    model.switch_to_deploy(check=False)
     for out, want in zip(run(model, x), wants):
         assert_relative(out, want, 1e-12)
 
