@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -63,8 +63,8 @@ def check_unchanged(
             cause = e.__cause__
     if not outputs:
         raise ValueError(
-            f'{type(model).__name__} cannot be run on random input to check its folding: {cause} Give what it takes '
-            '(example_image of a backbone), or pass check=False to fold it unchecked.'
+            f'{type(model).__name__} cannot be copied and run on random input to check its folding: {cause} A '
+            'backbone may define example_image() to give what it takes. check=False folds unchecked.'
         ) from cause
     best = next(iter(outputs))  # float64, where the model runs in it
     before, after = outputs[best]
@@ -149,7 +149,8 @@ def _run(model: nn.Module, run: Callable) -> List[Tensor]:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device('cpu'))
-    with torch.random.fork_rng([device] if device.type == 'cuda' else []), torch.autocast(device.type, enabled=False):
+    in_its_type = torch.autocast(device.type, enabled=False) if device.type in ('cpu', 'cuda') else nullcontext()
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []), in_its_type:
         yield
 
 
