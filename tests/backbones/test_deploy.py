@@ -501,6 +501,16 @@ def test_a_subclass_stays_what_it_is(family, kwargs, cls, name):
     assert_same(folded_copy(model), model, x)
 
 
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_backbone_that_keeps_its_tokens(family):
+    """Written over, they would be those after the blocks."""
+    model = ready(short(family))
+    plain = type(model).run_stage
+    kept = dict(run_stage=lambda self, stage, x: (x, plain(self, stage, x))[1] + 0.1 * x.mean())
+    model.__class__ = type('Own', (type(model),), kept)
+    assert_folds(model, PADDED)
+
+
 def scaled(module, args, out=None):
     return tuple(1.5 * a for a in args) if out is None else 1.5 * out
 
