@@ -12,19 +12,35 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checkpoints import load_pretrained
 from ..layers.attention import declared_parts, scopes
+from ..layers.compare import Part, check_unchanged, random_like
 from ..layers.embed import MLP, DropPath, PositionEmbedding
-from ..layers.fold import check_foldable, folded
+from ..layers.fold import (
+    check_foldable,
+    foldable,
+    folded,
+    has_hooks,
+    is_exactly,
+    is_foldable,
+    is_known,
+    keep_affine,
+    one_place_each,
+    switch_to_deploy,
+)
 from ..layers.inference import add_, may_overwrite
 from ..layers.norm import build_norm, frozen_bn_statistics, prepbn_modules
 
 LINEAR_ATTENTION = {'sla': 'SimplifiedLinearAttention', 'focused': 'FocusedLinearAttention'}
 
 
+@foldable(mlp=MLP, drop_path=(DropPath, nn.Identity))
 class TransformerBlock(nn.Module):
     """``x = x + Attn(Norm(x))``, ``x = x + MLP(Norm(x))`` (Eq. 1), the attention on the whole map.
 
     Maps ``(B, H, W, C)`` to the same, or tokens without places, ``(B, N, C)``, to the same.
     """
+
+    deploy = False
+    in_place = False  # whether update_ does what forward does
 
     def __init__(
         self,
@@ -54,25 +70,44 @@ class TransformerBlock(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
     def switch_to_deploy(self) -> None:
-        """The inference form: norms become part of the linear layers after them."""
-        for module in (self.attn, self.mlp):
-            if hasattr(module, 'switch_to_deploy'):
-                module.switch_to_deploy()
+        """The inference form: norms become part of the linear layers after them, in a subclass scales and shifts."""
+        if not is_known(self):
+            keep_affine(self)
+        elif not self.deploy:
+            self.deploy = True
+            self._switch_to_deploy()
+            self.in_place = is_foldable(self)
+
+    def _switch_to_deploy(self) -> None:
+        switch_to_deploy(self.attn)
+        switch_to_deploy(self.mlp)
         self.norm1 = folded(self.norm1, self.takes_norm1())
         self.norm2 = folded(self.norm2, self.mlp)
-        self.drop_path = nn.Identity()
+        if is_exactly(self.drop_path, DropPath):
+            self.drop_path = nn.Identity()
 
     def takes_norm1(self) -> Optional[nn.Module]:
         """What ``norm1`` goes into, if that can take it."""
         return self.attn
 
     def update_(self, x: Tensor) -> Tensor:
-        """What ``forward`` does, written over ``x``, contiguous; for the inference form alone."""
+        """What ``forward`` does, written over ``x``, contiguous; for the inference form alone, where it is ``in_place``."""
         self.add_attention_(x)
         return add_(x, lambda rows: self.mlp(self.norm2(rows)), width=self.mlp.fc1.out_features)
 
     def add_attention_(self, x: Tensor) -> None:
         x.add_(self.attention(self.norm1(x)))
+
+
+def _run_block(block: nn.Module, x: Tensor) -> Tensor:
+    """``block(x)``, contiguous, written over ``x`` where the block has such a form, else in memory of its own."""
+    if getattr(block, 'in_place', False) and not has_hooks(block):
+        return block.update_(x)
+    return _copy_of(block(x))
+
+
+def _copy_of(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Stage(nn.Module):
@@ -117,6 +152,7 @@ class SLABBackbone(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         self.deploy = False
+        self._makes_its_maps = False
         self._build_deploy = deploy
         if (
             not isinstance(out_indices, (list, tuple))
@@ -148,35 +184,80 @@ class SLABBackbone(BaseModule):
             self._fold()
         self._freeze_stages()
 
-    def switch_to_deploy(self) -> None:
+    def switch_to_deploy(self, check: bool = True) -> None:
         """Folds every norm into its neighbours and takes the inference form, in place: the same outputs, faster.
 
         PRepBN, RepBN and BN become part of the linear layer or convolution next to them (Lemma 4.1), an output norm
         of these types a scale and a shift. LayerNorm depends on each token's own statistics and stays. Folded
         parameters are frozen: the training form is gone. A second call does nothing.
 
+        This holds for the layers of this package. A subclass of one, a layer with hooks or parametrizations, or one
+        that stands in several places, computes what it did, behind a scale and a shift.
+
+        Args:
+            check (bool): Whether to fold a copy first, and compare its outputs for a small random image with those of
+                the backbone. Defaults to True.
+
         Raises:
-            ValueError: If the backbone is in training mode, or a PRepBN has gamma above 0; it names the layer, and
-                nothing has changed.
+            ValueError: If the backbone is in training mode, a PRepBN has gamma above 0, or the check finds other
+                outputs; it names the layer, and nothing has changed.
         """
-        if not self.deploy:
-            check_foldable(self)
-            self._fold()
+        if self.deploy:
+            return
+        check_foldable(self)
+        if check:
+            check_unchanged(self, lambda m: m._fold(), lambda m: m(m.example_image()), lambda m: m.parts())
+        self._fold()
 
     def _fold(self) -> None:
-        self.patch_embed.switch_to_deploy()
-        for stage in self.layers:
-            for block in stage.blocks:
-                block.switch_to_deploy()
-            if stage.downsample is not None:
-                stage.downsample.switch_to_deploy()
-        for i in self.out_indices:
-            setattr(self, f'norm{i}', folded(getattr(self, f'norm{i}')))
+        with one_place_each(self):
+            switch_to_deploy(self.patch_embed)
+            for stage in self.layers:
+                for block in stage.blocks:
+                    switch_to_deploy(block)
+                if stage.downsample is not None:
+                    switch_to_deploy(stage.downsample)
+            keep_affine(self)  # output norms, and those of parts that a subclass has added
+            self._makes_its_maps = is_known(self) and all(is_foldable(m) for m in self._map_makers())
         for module in self.modules():
-            if isinstance(module, nn.Dropout):
+            if is_exactly(module, nn.Dropout):
                 module.p = 0.0
+            elif is_exactly(module, DropPath):
+                module.drop_prob = 0.0
         self.requires_grad_(False)
         self.deploy = True
+
+    def _map_makers(self) -> List[nn.Module]:
+        """The layers whose outputs the blocks begin with."""
+        made = [self.patch_embed, *(m for stage in self.layers for m in (stage.pos_embed, stage.downsample))]
+        return [m for m in made if m is not None]
+
+    def example_image(self) -> Tensor:
+        """A small random image ``(1, in_channels, H, W)`` that windows do not divide, for :meth:`switch_to_deploy`.
+
+        A subclass whose ``forward`` takes something else returns that.
+        """
+        patch = getattr(self.patch_embed, 'stride', 1)
+        channels = getattr(getattr(self.patch_embed, 'proj', None), 'in_channels', 3)
+        return random_like(self, (1, channels, max(64, 2 * patch), max(80, 3 * patch)))
+
+    def parts(self) -> List[Part]:
+        """What :meth:`switch_to_deploy` compares to find the layer at fault, in the order of the computation."""
+        parts = [Part('patch_embed', 'patch_embed')]
+        for i, stage in enumerate(self.layers):
+            if stage.pos_embed is not None:
+                parts.append(Part(f'layers.{i}.pos_embed', f'layers.{i}.pos_embed'))
+            for j, block in enumerate(stage.blocks):
+                name = f'layers.{i}.blocks.{j}'
+                if isinstance(block, TransformerBlock):
+                    parts.append(Part(f'{name}.attn', name, lambda block, x: block.attention(block.norm1(x))))
+                    parts.append(Part(f'{name}.mlp', name, lambda block, x: block.mlp(block.norm2(x))))
+                parts.append(Part(name, name, _run_block))
+            if i in self.out_indices:
+                parts.append(Part(f'norm{i}', f'norm{i}'))
+            if stage.downsample is not None:
+                parts.append(Part(f'layers.{i}.downsample', f'layers.{i}.downsample'))
+        return parts
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
         x = self.patch_embed(x)
@@ -194,9 +275,12 @@ class SLABBackbone(BaseModule):
         if stage.pos_embed is not None:
             x = stage.pos_embed(x)
         if self.deploy and may_overwrite(x, stage):
-            x = x.contiguous()  # a tensor that patch embedding or downsampling has just made
+            if self._makes_its_maps and not any(has_hooks(m) for m in self._map_makers()):
+                x = x.contiguous()  # a tensor that patch embedding or downsampling has just made
+            else:
+                x = _copy_of(x)  # a tensor that others may keep
             for block in stage.blocks:
-                block.update_(x)
+                x = _run_block(block, x)
             return x
         for block in stage.blocks:
             x = self.run_block(block, x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layers.attention import check_heads
 from ..layers.embed import ConvDownsample, PatchEmbed
-from ..layers.fold import fold_forward
+from ..layers.fold import LINEAR, fold_forward, foldable, is_known, keep_affine, switch_to_deploy
 from ..layers.windows import Size, centering, padded_size, symbolic, window_partition, window_reverse
 from .base import (
     SLABBackbone,
@@ -33,6 +33,7 @@ ARCHS = {
 PATCH_SIZE = 4
 
 
+@foldable(qkv=LINEAR, proj=LINEAR, proj_drop=nn.Dropout)
 class CrossShapedAttention(nn.Module):
     """Attention in stripes: half the channels in vertical ones, half in horizontal ones (CSWin).
 
@@ -101,10 +102,11 @@ class CrossShapedAttention(nn.Module):
         return (hw_shape[0], self.split_size) if branch == 0 else (self.split_size, hw_shape[1])
 
     def switch_to_deploy(self) -> None:
-        """The inference form of the attention in its branches."""
-        for branch in self.branches:
-            if hasattr(branch, 'switch_to_deploy'):
-                branch.switch_to_deploy()
+        """The inference form of the attention in its branches; in a subclass norms become scales and shifts."""
+        if is_known(self):
+            for branch in self.branches:
+                switch_to_deploy(branch)
+        keep_affine(self)
 
     def absorb(self, scale: Tensor, shift: Tensor) -> None:
         """Takes over a norm before it. Padding comes after the projection, so it stays zeros."""
@@ -130,6 +132,7 @@ class CrossShapedAttention(nn.Module):
 
 
 @MODELS.register_module()
+@foldable()
 class SLABCSWin(SLABBackbone):
     """CSWin Transformer with per-stage attention and any norm; one class for each of the paper's CSWin rows.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..layers.attention import check_heads
 from ..layers.embed import PatchEmbed, PositionEmbedding
+from ..layers.fold import foldable
 from .base import (
     SLABBackbone,
     Stage,
@@ -27,6 +28,7 @@ OUT_TYPES = ('featmap', 'avg_featmap', 'cls_token')
 
 
 @MODELS.register_module()
+@foldable()
 class SLABDeiT(SLABBackbone):
     """DeiT with any norm and attention; one class for each of the paper's DeiT rows. It has a single stage.
 

@@ -7,6 +7,7 @@ from mmengine.registry import MODELS
 
 from ..layers.attention import check_heads
 from ..layers.embed import ConvDownsample, PatchEmbed, PositionEmbedding
+from ..layers.fold import foldable
 from .base import (
     SLABBackbone,
     Stage,
@@ -29,6 +30,7 @@ ARCHS = {
 
 
 @MODELS.register_module()
+@foldable()
 class SLABPVT(SLABBackbone):
     """Pyramid Vision Transformer, v1, with per-stage attention and any norm; one class for each of the paper's PVT rows.
 

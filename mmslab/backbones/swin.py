@@ -9,8 +9,8 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from ..layers.attention import check_heads, to_pair
-from ..layers.embed import PatchEmbed
-from ..layers.fold import folded
+from ..layers.embed import MLP, DropPath, PatchEmbed
+from ..layers.fold import LINEAR, foldable, folded, is_foldable, keep_affine
 from ..layers.inference import rows_in_piece
 from ..layers.norm import build_norm
 from ..layers.windows import Size, shifted_window_mask, symbolic, window_indices, window_partition, window_reverse
@@ -31,6 +31,7 @@ ARCHS = {
 }
 
 
+@foldable(mlp=MLP, drop_path=(DropPath, nn.Identity))
 class SwinBlock(TransformerBlock):
     """A block (Eq. 1) with its attention in windows.
 
@@ -69,23 +70,22 @@ class SwinBlock(TransformerBlock):
         windows = self.attn(window_partition(x, window, shift), hw_shape=window, mask=mask)
         return window_reverse(windows, hw, window, shift)
 
-    def switch_to_deploy(self) -> None:
-        """The inference form: queries, keys and values come from the map, before it is padded and cut into windows.
+    def _switch_to_deploy(self) -> None:
+        """Queries, keys and values come from the map, before it is padded and cut into windows.
 
         Padding is zeros after the norm. Once the norm is folded no input of the projection need stand for them (where
         a channel's scale is 0 there is none), but their queries, keys and values are known: the projection's former bias.
-        An attention that projects otherwise, as one with a spatial reduction, keeps a scale and a shift in front of it.
+        An attention that projects otherwise, as one with a spatial reduction, or that may do so, as a subclass, keeps a
+        scale and a shift in front of it.
         """
-        self.projects_map = getattr(self.attn, 'absorb', None) is not None and all(
-            hasattr(self.attn, name) for name in ('qkv', 'mix', 'proj')
-        )
+        self.projects_map = is_foldable(self.attn) and all(hasattr(self.attn, n) for n in ('qkv', 'mix', 'proj'))
         if self.projects_map:
             bias = self.attn.qkv.bias
             padding = (
                 self.attn.qkv.weight.new_zeros(self.attn.qkv.out_features) if bias is None else bias.detach().clone()
             )
             self.register_buffer('qkv_of_padding', padding)
-        super().switch_to_deploy()
+        super()._switch_to_deploy()
 
     def takes_norm1(self) -> Optional[nn.Module]:
         return self.attn if self.projects_map else None
@@ -111,6 +111,7 @@ class SwinBlock(TransformerBlock):
             rows.index_add_(0, piece.target, self.attn.proj(out).to(rows.dtype))
 
 
+@foldable(reduction=LINEAR)
 class PatchMerging(nn.Module):
     """Halves the map: ``(B, H, W, C)`` to ``(B, ceil(H / 2), ceil(W / 2), 2C)``, padded with zeros before the norm."""
 
@@ -128,11 +129,15 @@ class PatchMerging(nn.Module):
         return self.reduction(self.norm(x))
 
     def switch_to_deploy(self) -> None:
-        """The inference form: the norm becomes part of the linear layer after it."""
-        self.norm = folded(self.norm, self.reduction)
+        """The inference form: the norm becomes part of the linear layer after it, in a subclass a scale and a shift."""
+        if is_foldable(self):
+            self.norm = folded(self.norm, self.reduction)
+        else:
+            keep_affine(self)
 
 
 @MODELS.register_module()
+@foldable()
 class SLABSwin(SLABBackbone):
     """Swin Transformer with per-stage attention and any norm; one class for each of the paper's Swin rows.
 

@@ -14,9 +14,11 @@ children by part, as ``{'linear attention': ('dwc', 'positional_encoding')}``. W
 A checkpoint has a part as a whole or not at all, in all blocks of a stage; a gap in it is an error. Declared parts are also
 what a checkpoint may have beyond what another kind of attention takes from it.
 
-For inference a block offers the norm before it to ``attn.absorb(scale, shift)``. An attention without that method
-keeps a scale and a shift in front of it; a subclass that replaces ``forward`` should set ``absorb = None``. SLABSwin, which
-pads between the norm and the attention, offers it only where there are ``qkv``, ``mix`` and ``proj`` too.
+For inference a block offers the norm before it to ``attn.absorb(scale, shift)``, if the class itself has that method.
+An attention without it, and a subclass of one with it, which may compute something else, keep a scale and a shift in front
+of them and stay in the form that they are trained in. A subclass for which the inference form of the classes here is right
+says so: :func:`~mmslab.layers.fold.foldable`. SLABSwin, which pads between the norm and the attention, offers the norm to
+these classes alone.
 """
 
 from contextlib import nullcontext
@@ -29,10 +31,14 @@ from mmengine.model import BaseModule
 from mmengine.registry import MODELS, Registry
 from torch import Tensor
 
-from .fold import fold_forward, folded_back
-from .inference import conv_of_patches, is_traced, may_overwrite, use_channels_last
+from .fold import CONV, LINEAR, fold_forward, foldable, folded_back, is_foldable, keep_affine
+from .inference import conv_of_patches, cuts_patches, is_traced, may_overwrite, use_channels_last
 from .norm import build_norm
 from .windows import Size, symbolic
+
+_PARTS = dict(
+    qkv=LINEAR, q=LINEAR, kv=LINEAR, sr=CONV, dwc=nn.Conv2d, proj=LINEAR, proj_drop=nn.Dropout, attn_drop=nn.Dropout
+)
 
 
 def to_pair(value: Union[int, Size], name: str = 'window_size') -> Size:
@@ -186,7 +192,15 @@ class _SelfAttention(BaseModule):
         raise TypeError(f'{type(self).__name__} must define mix()')
 
     def switch_to_deploy(self) -> None:
-        """The inference form: the norm of the spatial reduction becomes part of its convolution."""
+        """The inference form, of the classes that have one; in others norms become scales and shifts."""
+        if is_foldable(self) and all(cuts_patches(c) for name, c in self.named_children() if name == 'sr'):
+            if not self.deploy:
+                self._switch_to_deploy()
+        else:
+            keep_affine(self)
+
+    def _switch_to_deploy(self) -> None:
+        """The norm of the spatial reduction becomes part of its convolution."""
         self.deploy = True
         if self.sr_ratio > 1:
             self.norm = folded_back(self.sr, self.norm)
@@ -298,9 +312,9 @@ class _LinearAttention(_SelfAttention):
         grid = F.conv2d(grid, weight, bias, padding=self.dwc.padding, groups=C)
         return grid.permute(0, 2, 3, 1).reshape(B, N, C)
 
-    def switch_to_deploy(self) -> None:
-        """The inference form: the kernels that the heads share are there once for each."""
-        super().switch_to_deploy()
+    def _switch_to_deploy(self) -> None:
+        """The kernels that the heads share are there once for each."""
+        super()._switch_to_deploy()
         for name, shared in list(self.dwc.named_parameters()):
             copies = shared.detach().repeat(self.num_heads, *[1] * (shared.dim() - 1))
             setattr(self.dwc, name, nn.Parameter(copies, requires_grad=False))
@@ -412,6 +426,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 @MODELS.register_module(name=['SimplifiedLinearAttention', 'SLA'])
+@foldable(**_PARTS)
 class SimplifiedLinearAttention(_LinearAttention):
     """Simplified linear attention, SLA (SLAB paper, Eq. 9).
 
@@ -444,6 +459,7 @@ class SimplifiedLinearAttention(_LinearAttention):
 
 
 @MODELS.register_module()
+@foldable(**_PARTS)
 class FocusedLinearAttention(_LinearAttention):
     """Focused linear attention of the FLatten Transformer (Han et al., ICCV 2023), the baseline of Table 2.
 
@@ -478,6 +494,7 @@ class FocusedLinearAttention(_LinearAttention):
 
 
 @MODELS.register_module()
+@foldable(**_PARTS)
 class SoftmaxWindowAttention(_SelfAttention):
     """Softmax attention in windows with a relative position bias (Swin Transformer, Liu et al. 2021; Eq. 8).
 
@@ -525,9 +542,9 @@ class SoftmaxWindowAttention(_SelfAttention):
         index = self.relative_position_index[:h, :w, :h, :w].reshape(h * w, h * w)
         return self.relative_position_bias_table[index].permute(2, 0, 1)
 
-    def switch_to_deploy(self) -> None:
-        """The inference form: the position bias is looked up once and for all."""
-        super().switch_to_deploy()
+    def _switch_to_deploy(self) -> None:
+        """The position bias is looked up once and for all."""
+        super()._switch_to_deploy()
         table = self.relative_position_bias_table.detach()
         self.register_buffer('bias', table[self.relative_position_index].permute(4, 0, 1, 2, 3).contiguous())
         del self.relative_position_bias_table, self.relative_position_index
@@ -564,6 +581,7 @@ class SoftmaxWindowAttention(_SelfAttention):
 
 
 @MODELS.register_module()
+@foldable(**_PARTS)
 class SoftmaxAttention(_SelfAttention):
     """Softmax attention on a whole map without positional terms: ViT's, and with ``sr_ratio`` > 1 PVT's.
 
@@ -602,8 +620,13 @@ class SoftmaxAttention(_SelfAttention):
         super().__init__(embed_dims, num_heads, qkv_bias, proj_drop, sr_ratio, norm_cfg, with_projections, init_cfg)
         self.attn_drop = nn.Dropout(attn_drop)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Optional[Size] = None) -> Tensor:
-        """``softmax(q k^T / sqrt(d)) v`` per head, for queries ``(B, N, C)``, keys and values ``(B, N', C)``."""
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Optional[Size] = None, mask: Optional[Tensor] = None
+    ) -> Tensor:
+        """``softmax(q k^T / sqrt(d)) v`` per head, for queries ``(B, N, C)``, keys and values ``(B, N', C)``.
+
+        ``mask`` is not supported, it must be None.
+        """
         B, N, C = q.shape
         q, k, v = (split_heads(t, self.num_heads) for t in (q, k, v))
         if self.deploy:

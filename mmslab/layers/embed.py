@@ -9,14 +9,18 @@ from mmcv.cnn.bricks.drop import DropPath
 from torch import Tensor
 
 from .attention import resize_positional_encoding
-from .fold import fold_forward, folded_back
-from .inference import conv_of_patches, is_traced, use_channels_last
+from .fold import CONV, LINEAR, fold_forward, foldable, folded_back, is_foldable, keep_affine
+from .inference import conv_of_patches, cuts_patches, is_traced, use_channels_last
 from .norm import build_norm
 from .windows import Size, padded_size, symbolic
 
 __all__ = ['MLP', 'ConvDownsample', 'DropPath', 'PatchEmbed', 'PositionEmbedding']
 
 
+foldable()(DropPath)
+
+
+@foldable(proj=CONV)
 class ConvDownsample(nn.Module):
     """A strided convolution and a norm: a map ``(B, H, W, in_channels)`` to ``(B, H', W', out_channels)``.
 
@@ -59,12 +63,16 @@ class ConvDownsample(nn.Module):
         return self.norm(self.proj(self.pad(x) if self.pads_to_stride else x).permute(0, 2, 3, 1))
 
     def switch_to_deploy(self) -> None:
-        """The inference form: the norm becomes part of the convolution before it."""
+        """The inference form: the norm becomes part of the convolution before it, in a subclass a scale and a shift."""
+        if not is_foldable(self) or (self.pads_to_stride and not cuts_patches(self.proj)):
+            keep_affine(self)
+            return
         self.deploy = True
         self.norm = folded_back(self.proj, self.norm)
         use_channels_last(self.proj)
 
 
+@foldable(proj=CONV, drop=nn.Dropout)
 class PatchEmbed(ConvDownsample):
     """Cuts an image into patches and embeds each: ``(B, in_channels, H, W)`` to ``(B, H', W', embed_dims)``.
 
@@ -105,6 +113,7 @@ class PatchEmbed(ConvDownsample):
         return self.drop(self.embed(x))
 
 
+@foldable(drop=nn.Dropout)
 class PositionEmbedding(nn.Module):
     """Adds a learned embedding of the places of a map; resized on a map of another size than ``grid``.
 
@@ -144,6 +153,7 @@ class PositionEmbedding(nn.Module):
         return self.drop(torch.cat([token, x.reshape(B, H * W, C) + of_map], dim=1))
 
 
+@foldable(fc1=LINEAR, act=nn.GELU, fc2=LINEAR, drop=nn.Dropout)
 class MLP(nn.Module):
     """Two linear layers with a GELU in between: ``(..., embed_dims)`` to the same.
 
@@ -166,8 +176,11 @@ class MLP(nn.Module):
         return self.drop(self.fc2(self.drop(self.act(self.norm(self.fc1(x))))))
 
     def switch_to_deploy(self) -> None:
-        """The inference form: the norm becomes part of the linear layer before it."""
-        self.norm = folded_back(self.fc1, self.norm)
+        """The inference form: the norm becomes part of the linear layer before it, in a subclass a scale and a shift."""
+        if is_foldable(self):
+            self.norm = folded_back(self.fc1, self.norm)
+        else:
+            keep_affine(self)
 
     def absorb(self, scale: Tensor, shift: Tensor) -> None:
         """Takes over a norm before it: ``mlp(x)`` becomes what ``mlp(scale * x + shift)`` was."""

@@ -51,6 +51,11 @@ def use_channels_last(conv: nn.Conv2d) -> None:
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
 
 
+def cuts_patches(conv: nn.Conv2d) -> bool:
+    """Whether ``conv`` is a linear layer on patches, see :func:`conv_of_patches`."""
+    return conv.stride == conv.kernel_size and conv.padding == (0, 0) and conv.dilation == (1, 1) and conv.groups == 1
+
+
 def conv_of_patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """``conv`` of a map ``(B, H, W, C)`` to ``(B, H', W', out_channels)``, its stride being its kernel size, unpadded.
 

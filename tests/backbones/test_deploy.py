@@ -1,19 +1,34 @@
 """The inference form of the backbones: exact at any size, complete, careful."""
 
 import copy
+import types
 
 import pytest
 import torch
 import torch.nn as nn
 from mmengine.registry import MODELS
+from torch.nn.utils import parametrizations, parametrize
 
 from mmslab.backbones import SLABPVT, SLABCSWin, SLABDeiT, SLABSwin
-from mmslab.backbones.base import SLABBackbone
-from mmslab.layers import PRepBN, RepBN, SimplifiedLinearAttention, inference, set_gamma, windows
-from mmslab.layers.fold import Affine
+from mmslab.backbones.base import SLABBackbone, TransformerBlock
+from mmslab.backbones.cswin import CrossShapedAttention
+from mmslab.backbones.swin import PatchMerging, SwinBlock
+from mmslab.layers import (
+    FocusedLinearAttention,
+    PRepBN,
+    RepBN,
+    SimplifiedLinearAttention,
+    SoftmaxAttention,
+    SoftmaxWindowAttention,
+    inference,
+    set_gamma,
+    windows,
+)
+from mmslab.layers.embed import MLP, ConvDownsample, PatchEmbed, PositionEmbedding
+from mmslab.layers.fold import Affine, foldable
 from mmslab.layers.norm import TokenBN
 
-from ..conftest import assert_relative, randomize_gently
+from ..conftest import assert_relative, randomize, randomize_gently
 
 NORMS = (PRepBN, RepBN, TokenBN, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 PREPBN, REPBN, BN, LN = (dict(type=t) for t in ('PRepBN', 'RepBN', 'BN', 'LN'))
@@ -66,7 +81,7 @@ def assert_folds(model: SLABBackbone, *sizes, batch: int = 2) -> SLABBackbone:
 
 def folded_copy(model: SLABBackbone) -> SLABBackbone:
     deployed = copy.deepcopy(model)
-    deployed.switch_to_deploy()
+    deployed.switch_to_deploy(check=False)  # which would do what these tests do
     return deployed
 
 
@@ -217,7 +232,7 @@ def test_exact_at_every_size(family, kwargs, monkeypatch):
     del deployed
     model, x = model.double(), x.double()
     wants = run(model, x)
-    model.switch_to_deploy()
+    model.switch_to_deploy(check=False)
     for out, want in zip(run(model, x), wants):
         assert_relative(out, want, 1e-12)
 
@@ -414,6 +429,369 @@ def test_an_attention_that_opts_out():
     for family in ('swin', 'pvt', 'deit'):
         deployed = assert_folds(ready(FAMILIES[family](attn='_TestDoubled')), PADDED)
         assert isinstance(deployed.layers[0].blocks[0].norm1, Affine)
+
+
+SLA, FOCUSED, WINDOW, SOFTMAX = (dict(attn=a) for a in ('sla', 'focused', 'softmax', 'softmax'))
+OVERRIDES = [
+    *(
+        ('swin', SLA, SimplifiedLinearAttention, n)
+        for n in ('forward', 'attend', 'project', 'mix', 'features', 'local')
+    ),
+    *(('pvt', dict(attn='sla', sla_sr_ratios=2), SimplifiedLinearAttention, n) for n in ('forward', 'project', 'mix')),
+    *(('cswin', SLA, SimplifiedLinearAttention, n) for n in ('mix', 'features')),
+    *(('deit', FOCUSED, FocusedLinearAttention, n) for n in ('forward', 'features', 'local')),
+    *(('swin', WINDOW, SoftmaxWindowAttention, n) for n in ('forward', 'project', 'mix', 'position_bias')),
+    *((family, SOFTMAX, SoftmaxAttention, n) for family in ('pvt', 'deit') for n in ('forward', 'project', 'mix')),
+    ('cswin', SOFTMAX, SoftmaxAttention, 'mix'),
+    *(('cswin', {}, CrossShapedAttention, n) for n in ('forward', 'stripe')),
+    *((family, {}, MLP, 'forward') for family in FAMILIES),
+    *((family, {}, PatchEmbed, n) for family in ('swin', 'cswin') for n in ('forward', 'embed')),
+    *(('pvt', {}, ConvDownsample, n) for n in ('forward', 'pad', 'embed')),
+    ('cswin', {}, ConvDownsample, 'embed'),
+    ('swin', {}, PatchMerging, 'forward'),
+    *((family, {}, TransformerBlock, n) for family in ('pvt', 'deit', 'cswin') for n in ('forward', 'attention')),
+    *(('swin', attn, SwinBlock, n) for attn in (SLA, WINDOW) for n in ('forward', 'attention', 'window_of')),
+    *((family, {}, PositionEmbedding, 'forward') for family in ('pvt', 'deit')),
+    *((family, {}, norm, 'forward') for family in FAMILIES for norm in (PRepBN, RepBN)),
+    *((family, dict(norm_cfg=REPBN), RepBN, 'forward') for family in FAMILIES),
+    *((family, FFNBN, norm, 'forward') for family in FAMILIES for norm in (TokenBN, nn.BatchNorm1d)),
+    *((family, {}, layer, 'forward') for family in FAMILIES for layer in (nn.Linear, nn.Conv2d, nn.Dropout, nn.GELU)),
+    *((family, {}, type(FAMILIES[family]()), 'run_stage') for family in FAMILIES),
+]
+
+
+def short(family: str, **kwargs) -> SLABBackbone:
+    """The first two stages, of those that have more."""
+    stages = {} if family == 'deit' else dict(out_indices=(0, 1))
+    return FAMILIES[family](**{**stages, **kwargs})
+
+
+def override(model: nn.Module, cls: type, name: str) -> int:
+    """Makes layers of ``cls`` such of a subclass with another method ``name``; returns how many there were."""
+    plain = getattr(cls, name)
+
+    def changed(self, *args, **kwargs):
+        if name in ('stripe', 'window_of'):  # sizes: windows of another height
+            out = plain(self, *args, **kwargs)
+            return ((1, out[0][1]), (0, 0)) if name == 'window_of' else (min(3, out[0]), out[1])
+        tensors = [1.5 * a + 0.1 if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        outs = plain(self, *tensors, **kwargs)
+        if isinstance(outs, tuple):
+            return tuple(o + 0.2 * args[0] if o.shape == args[0].shape else 1.1 * o for o in outs)
+        same = args and isinstance(args[0], torch.Tensor) and outs.shape == args[0].shape
+        return outs + 0.2 * args[0] if same else 1.1 * outs
+
+    own = type('Own', (cls,), {name: changed})
+    layers = [m for m in model.modules() if type(m) is cls]
+    for layer in layers:
+        layer.__class__ = own
+    return len(layers)
+
+
+@pytest.mark.parametrize(
+    'family, kwargs, cls, name', OVERRIDES, ids=lambda v: v.__name__ if isinstance(v, type) else str(v)
+)
+def test_a_subclass_stays_what_it_is(family, kwargs, cls, name):
+    """Whatever a subclass overrides, its form is the one that it was written in, and norms before it stay before it."""
+    model = ready(short(family, drop_rate=0.1, **kwargs), std=0.1).double()
+    x = torch.randn(2, 3, *PADDED, dtype=torch.float64)
+    plain = outputs(model, x)
+    assert override(model, cls, name)
+    assert any((a - b).abs().max() > 1e-3 * b.abs().max() for a, b in zip(outputs(model, x), plain))
+    assert_same(folded_copy(model), model, x)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_backbone_that_keeps_its_tokens(family):
+    """Written over, they would be those after the blocks."""
+    model = ready(short(family))
+    plain = type(model).run_stage
+    kept = dict(run_stage=lambda self, stage, x: (x, plain(self, stage, x))[1] + 0.1 * x.mean())
+    model.__class__ = type('Own', (type(model),), kept)
+    assert_folds(model, PADDED)
+
+
+def scaled(module, args, out=None):
+    return tuple(1.5 * a for a in args) if out is None else 1.5 * out
+
+
+def own_forward(layer):
+    layer.forward = types.MethodType(lambda self, x: 1.5 * type(self).forward(self, x + 0.1), layer)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight * weight.abs().sqrt()
+
+
+TAMPERINGS = dict(
+    pre_hook=lambda layer: layer.register_forward_pre_hook(scaled),
+    hook=lambda layer: layer.register_forward_hook(scaled),
+    method=own_forward,
+    weight_norm=lambda layer: parametrizations.weight_norm(layer),
+    weight_norm_by_hook=lambda layer: nn.utils.weight_norm(layer),
+    spectral_norm=lambda layer: parametrizations.spectral_norm(layer),
+    spectral_norm_by_hook=lambda layer: nn.utils.spectral_norm(layer),
+    parametrization=lambda layer: parametrize.register_parametrization(layer, 'weight', Symmetric()),
+)
+
+
+@pytest.mark.filterwarnings('ignore:.*weight_norm')
+@pytest.mark.parametrize('how', TAMPERINGS)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_layers_with_hooks_and_parametrizations(family, how):
+    model = ready(short(family), std=0.1).double()
+    for _, layer in list(model.named_modules()):
+        if type(layer) in (nn.Linear, nn.Conv2d):
+            TAMPERINGS[how](layer)
+    model.eval()
+    x = torch.randn(2, 3, *PADDED, dtype=torch.float64)
+    wants = outputs(model, x)
+    model.switch_to_deploy()
+    for out, want in zip(outputs(model, x), wants):
+        assert_relative(out, want, 1e-12)
+    assert model.deploy and not any(isinstance(m, (PRepBN, RepBN)) for m in model.modules())
+
+
+@pytest.mark.parametrize('how', ['pre_hook', 'hook'])
+@pytest.mark.parametrize('cls', [TransformerBlock, MLP, SoftmaxAttention, PRepBN, RepBN, nn.BatchNorm1d])
+def test_hooks_on_our_layers(cls, how):
+    window = dict(TransformerBlock=SwinBlock, SoftmaxAttention=SoftmaxWindowAttention)
+    for family, kind in (('pvt', cls), ('swin', window.get(cls.__name__, cls))):
+        model = ready(short(family, attn='softmax'), std=0.1).double()
+        layers = [m for m in model.modules() if type(m) is kind]
+        assert layers
+        for layer in layers:
+            TAMPERINGS[how](layer)
+        assert_same(folded_copy(model), model, torch.randn(2, 3, *PADDED, dtype=torch.float64))
+
+
+def test_hooks_placed_after_folding_are_called():
+    """Those on a block: it must not be written over what it is given, nor over what others keep of it."""
+    for family in FAMILIES:
+        model = ready(short(family, out_norm_cfg=None))
+        deployed, kept, wants = folded_copy(model), [], []
+        for made, seen in ((deployed, kept), (model, wants)):
+            made.patch_embed.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+            for stage in made.layers:
+                for block in stage.blocks:
+                    block.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+            outputs(made, torch.full((1, 3, *PADDED), 0.5))
+        assert len(kept) == len(wants) > 3
+        for out, want in zip(kept, wants):
+            assert_relative(out, want, 1e-5)
+
+
+def share(model, what):
+    """The same layer in two places, behind norms that differ."""
+    first, second = model.layers[-1].blocks[0], copy.deepcopy(model.layers[-1].blocks[0])
+    randomize_gently(second.norm1, [0.9], std=0.3), randomize_gently(second.norm2, [0.2], std=0.3)
+    with torch.no_grad():
+        for norm in (second.norm1, second.norm2):
+            norm.repbn.bn.bias.add_(0.5)
+    if what == 'block':
+        second = first
+    elif what in ('attn', 'mlp', 'norm1'):
+        setattr(second, what, getattr(first, what))
+    else:
+        setattr(second.mlp, what, getattr(first.mlp, what))
+    model.layers[-1].blocks.append(second)
+
+
+@pytest.mark.parametrize('what', ['block', 'attn', 'mlp', 'fc1', 'fc2', 'norm1'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_layer_in_several_places(family, what):
+    for attn in ('sla', 'softmax'):
+        model = ready(short(family, attn=attn)).double()
+        share(model, what)
+        deployed, x = folded_copy(model), torch.randn(2, 3, *PADDED, dtype=torch.float64)
+        for out, want in zip(outputs(deployed, x), outputs(model, x)):
+            assert_relative(out, want, 1e-12)
+        assert not any(isinstance(m, NORMS) for m in deployed.layers.modules())
+
+
+def test_an_mlp_and_a_norm_that_mix_tokens(monkeypatch):
+    """They need all tokens of a map at once, not pieces of it."""
+
+    class Mixing(MLP):
+        def forward(self, x):
+            return super().forward(x - x.mean(dim=(1, 2), keepdim=True))
+
+    @MODELS.register_module(name='_TestMixingNorm', force=True)
+    class MixingNorm(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) + x.flatten(0, -2).amax(0)
+
+    monkeypatch.setattr(inference, 'PIECE', 1)
+    norm_cfg = dict(type='_TestMixingNorm')
+    models = [ready(short(family)) for family in ('pvt', 'swin')]
+    for model in models:
+        for block in (block for stage in model.layers for block in stage.blocks):
+            block.mlp.__class__ = Mixing
+    models += [ready(short('pvt', norm_cfg=norm_cfg)), ready(short('swin', attn='softmax', norm_cfg=norm_cfg))]
+    for model in models:
+        assert_folds(model, (128, 96))
+
+
+def test_parts_that_stand_for_dropout():
+    """A layer scale in the place of drop path, say: the inference form leaves out dropout alone."""
+
+    class Scale(nn.Module):
+        def forward(self, x):
+            return 0.3 * x
+
+    for family in FAMILIES:
+        for attn in ('sla', 'softmax'):
+            model = ready(short(family, attn=attn))
+            for stage in model.layers:
+                for block in stage.blocks:
+                    block.drop_path = Scale()
+                    block.attn.proj_drop = Scale()
+                    block.mlp.drop = nn.Tanh()
+            assert_folds(model.eval(), PADDED)
+
+
+def test_a_subclass_that_declares_its_form():
+    """It folds as the class does that it is a subclass of."""
+
+    @foldable()
+    class Named(SimplifiedLinearAttention):
+        pass
+
+    MODELS.register_module(name='_TestNamed', module=Named, force=True)
+    deployed = assert_folds(ready(swin(attn='_TestNamed')), PADDED)
+    assert not any(isinstance(m, Affine) for m in deployed.layers.modules())
+
+
+@pytest.mark.parametrize('attn', ['sla', 'softmax'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_switching_each_module_as_openmmlab_tools_do(family, attn):
+    model = ready(short(family, attn=attn))
+    deployed, x = copy.deepcopy(model), torch.randn(1, 3, *PADDED)
+    for module in deployed.modules():
+        if hasattr(module, 'switch_to_deploy'):
+            module.switch_to_deploy()
+    for out, want in zip(outputs(deployed, x), outputs(model, x)):
+        assert_relative(out, want, 1e-5)
+
+
+@MODELS.register_module(name='_TestWrongAttention', force=True)
+class WrongAttention(nn.Module):
+    """Its ``absorb`` forgets the shift."""
+
+    def __init__(self, embed_dims, num_heads, window_size, qkv_bias, proj_drop, **kwargs):
+        super().__init__()
+        self.v = nn.Linear(embed_dims, embed_dims)
+
+    def absorb(self, scale, shift):
+        with torch.no_grad():
+            self.v.weight.mul_(scale)
+
+    def forward(self, x, *, hw_shape=None, mask=None):
+        return self.v(x)
+
+
+def state(model):
+    """All that folding could change: modules by identity, values, flags, and what autograd knows."""
+    flags = ('training', 'deploy', 'p', 'drop_prob')
+    modules = [(n, id(m), type(m), *(getattr(m, f, None) for f in flags)) for n, m in model.named_modules()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return modules, [(n, id(t), t.data_ptr(), t.stride(), t.requires_grad, t.tolist()) for n, t in tensors]
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_what_computes_something_else_is_refused(dtype):
+    model = ready(pvt(attn=('sla', '_TestWrongAttention', 'sla', 'softmax'), drop_rate=0.1, drop_path_rate=0.1)).to(
+        dtype
+    )
+    before, random = state(model), torch.get_rng_state()
+    message = "^folding would change what layer 'layers.1.blocks.0.attn' computes, by .* check=False folds regardless"
+    with pytest.raises(ValueError, match=message):
+        model.switch_to_deploy()
+    assert state(model) == before and torch.equal(torch.get_rng_state(), random) and not model.deploy
+    model.switch_to_deploy(check=False)
+    assert model.deploy
+
+
+@pytest.mark.parametrize(
+    'spoil, name',
+    [
+        (lambda m: m.patch_embed.proj.weight, 'patch_embed'),
+        (lambda m: m.layers[1].blocks[1].mlp.fc1.weight, 'layers.1.blocks.1.mlp'),
+        (lambda m: m.layers[0].downsample.reduction.weight, 'layers.0.downsample'),
+        (lambda m: m.norm1.scale, 'norm1'),
+    ],
+)
+def test_the_layer_at_fault_is_named(spoil, name, monkeypatch):
+    def fold_wrongly(self):
+        fold(self)
+        with torch.no_grad():
+            spoil(self).mul_(1.001)
+
+    model, fold = ready(short('swin', out_norm_cfg=PREPBN)), SLABSwin._fold
+    monkeypatch.setattr(SLABSwin, '_fold', fold_wrongly)
+    before = state(model)
+    with pytest.raises(ValueError, match=f"^folding would change what layer '{name}' computes"):
+        model.switch_to_deploy()
+    assert state(model) == before
+
+
+def test_a_model_whose_rounding_is_large_is_not_refused():
+    """Its float32 outputs have no digit in common with those in float64, folded or not."""
+    for family in FAMILIES:
+        model = randomize(short(family, attn='softmax')).eval()
+        set_gamma(model, 0.0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2.0)
+        model.switch_to_deploy()
+        assert model.deploy
+
+
+def test_a_fold_that_loses_digits_is_refused():
+    """A channel that is constant: its mean and its value cancel in the norm, but not in folded weights of float32."""
+    model = ready(deit(), etas=[0.0])
+    blocks, value = model.layers[0].blocks, 3000.7
+    with torch.no_grad():
+        for layer in (model.patch_embed.proj, *(layer for b in blocks for layer in (b.attn.proj, b.mlp.fc2))):
+            layer.weight[0], layer.bias[0] = 0, 0
+        model.layers[0].pos_embed.weight[..., 0] = value
+        for norm in (m for m in model.modules() if isinstance(m, RepBN)):
+            norm.bn.weight[0], norm.bn.running_mean[0] = 0, value
+        bn = blocks[1].norm2.repbn.bn
+        bn.weight[0], bn.running_var[0] = 1, 0
+    before = state(model)
+    with pytest.raises(ValueError, match=r"in layer 'layers\.0\.blocks\.1\.mlp' first.*BN variances near 0"):
+        model.switch_to_deploy()
+    assert state(model) == before
+    model.double().switch_to_deploy()
+
+
+def test_models_that_cannot_be_compared():
+    class Pairs(SLABDeiT):
+        def forward(self, x, y):
+            return super().forward(x + y)
+
+    model = ready(Pairs(arch=DEIT))
+    with pytest.raises(ValueError, match='^Pairs cannot be copied and run on random input.*example_image.*check=False'):
+        model.switch_to_deploy()
+    assert not model.deploy
+    model.switch_to_deploy(check=False)
+    with torch.device('meta'):
+        model = swin(norm_cfg=dict(type='PRepBN', gamma=0.0)).eval()
+    model.switch_to_deploy()
+    assert model.deploy and all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_the_callers_context_makes_no_difference(family):
+    model = ready(short(family, attn='softmax'))
+    plain = folded_copy(model).state_dict()
+    for context in (torch.inference_mode(), torch.autocast('cpu', torch.bfloat16), torch.device('meta')):
+        deployed = copy.deepcopy(model)
+        with context:
+            deployed.switch_to_deploy()
+        assert all(torch.equal(v, plain[k]) for k, v in deployed.state_dict().items())
 
 
 def test_a_spatial_reduction_in_windows():

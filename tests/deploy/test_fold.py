@@ -14,6 +14,7 @@ from mmslab.backbones import SLABDeiT, SLABSwin
 from mmslab.checkpoints import check_fits, load_pretrained
 from mmslab.deploy import fold, is_folded
 from mmslab.layers import PRepBN, RepBN
+from mmslab.layers.embed import MLP
 from mmslab.layers.fold import Affine
 from mmslab.layers.norm import TokenBN
 
@@ -323,3 +324,95 @@ def test_a_norm_in_several_places():
     fold(model)
     assert kinds(model, Affine) == ['1', '2', '3.1'] and not kinds(model, PRepBN, RepBN)
     assert_relative(model(x), want, 1e-14)
+
+
+def neck_maps(model, x):
+    with torch.no_grad():
+        return model.neck(model.backbone(x))
+
+
+def spoil_lateral(model):
+    model.neck.lateral_convs[1].conv.register_forward_pre_hook(lambda m, args: (args[0].abs(),))
+
+
+def spoil_neck(model):
+    model.neck.__class__ = type('OwnFPN', (type(model.neck),), {})
+
+
+def spoil_detector(model):
+    model.__class__ = type('OwnDetector', (type(model),), dict(__module__='mine'))
+
+
+def spoil_backbone(model):
+    model.teacher = nn.Sequential(model.backbone)
+
+
+def spoil_sharing(model):
+    model.auxiliary = nn.Sequential(model.neck.lateral_convs[1])
+
+
+@pytest.mark.parametrize('spoil', [spoil_lateral, spoil_neck, spoil_detector, spoil_backbone, spoil_sharing])
+def test_output_norms_go_into_known_layers_alone(spoil):
+    """Behind what may compute something else, and where others take the maps too, they stay."""
+    model = detector('retinanet_r50_fpn', SWIN, FPN).double()
+    spoil(model)
+    folded, x = fold(copy.deepcopy(model.eval())), torch.randn(1, 3, 37, 53, dtype=torch.float64)
+    assert kinds(folded, Affine) and is_folded(folded)
+    for out, want in zip(neck_maps(folded, x), neck_maps(model, x)):
+        assert_relative(out, want, 1e-12)
+
+
+def test_norms_that_are_not_known_stay():
+    class Own(PRepBN):
+        def forward(self, x):
+            return super().forward(x).abs()
+
+    model = nn.Sequential(nn.Linear(4, 4), Own(4), PRepBN(4), nn.Linear(4, 4))
+    model = randomize_gently(model, std=0.5).eval().double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    want = model(x)
+    assert fold(model) is model and is_folded(model)
+    assert type(model[1]) is Own and isinstance(model[1].repbn, RepBN) and isinstance(model[2], Affine)
+    assert_relative(model(x), want, 1e-14)
+
+
+def test_a_layer_that_the_backbone_shares_with_others():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = SLABDeiT(arch=DEIT['arch'])
+            self.mlp = self.backbone.layers[0].blocks[1].mlp
+            self.head = nn.Sequential(self.backbone.patch_embed)
+
+        def forward(self, x):
+            return self.mlp(self.backbone(x)[0].permute(0, 2, 3, 1)) + self.head(x)
+
+    model = randomize_gently(Both()).eval().double()
+    x = torch.randn(1, 3, 37, 53, dtype=torch.float64)
+    with torch.no_grad():
+        want = model(x)
+        assert_relative(fold(model)(x), want, 1e-12)
+    assert kinds(model, Affine) == ['backbone.layers.0.blocks.1.norm2', 'backbone.norm0']
+
+
+@pytest.mark.parametrize('check', [True, False])
+def test_what_computes_something_else_is_refused(check, monkeypatch):
+    """A wrong absorb in the backbone, a wrong map of a norm elsewhere: named by its path, and nothing has changed."""
+    model = classifier({**DEIT, 'out_type': 'avg_featmap'}, 24, False)
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Sequential(PRepBN(4, gamma=0.0))).eval()
+    absorb, affine = MLP.absorb, RepBN.affine
+    monkeypatch.setattr(MLP, 'absorb', lambda self, scale, shift: absorb(self, 1.01 * scale, shift))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    types = [type(m) for m in model.modules()]
+    if not check:
+        assert is_folded(fold(model, check=False))
+        return
+    with pytest.raises(ValueError, match="^folding would change what layer 'backbone.layers.0.blocks.0.mlp' computes"):
+        fold(model)
+    monkeypatch.setattr(RepBN, 'affine', lambda self: tuple(2 * t for t in affine(self)))
+    with pytest.raises(ValueError, match="^folding would change what layer '1.0' computes"):
+        fold(pair)
+    assert isinstance(pair[1][0], PRepBN)
+    assert [type(m) for m in model.modules()] == types and torch.equal(torch.get_rng_state(), random)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

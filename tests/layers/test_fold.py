@@ -6,7 +6,17 @@ import torch.nn.functional as F
 from mmslab.layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, SoftmaxAttention
 from mmslab.layers.attention import SoftmaxWindowAttention
 from mmslab.layers.embed import MLP, ConvDownsample
-from mmslab.layers.fold import Affine, affine_of, check_foldable, fold_backward, fold_forward, folded, folded_back
+from mmslab.layers.fold import (
+    Affine,
+    affine_of,
+    check_foldable,
+    fold_backward,
+    fold_forward,
+    foldable,
+    folded,
+    folded_back,
+    takes_affine,
+)
 from mmslab.layers.norm import TokenBN, build_norm
 
 from ..conftest import assert_relative, randomize_gently
@@ -96,6 +106,57 @@ def test_a_layernorm_is_no_affine_map():
     assert affine_of(norm) is None and folded(norm) is norm
     assert folded(norm, linear) is norm and folded_back(linear, norm) is norm
     assert torch.equal(linear.weight, before) and linear.weight.requires_grad
+
+
+def test_a_norm_that_may_be_another_stays_itself():
+    class Own(PRepBN):
+        def forward(self, x):
+            return super().forward(x).abs()
+
+    hooked, inner, no_statistics, no_weight = (randomize_gently(PRepBN(6)).eval() for _ in range(4))
+    hooked.register_forward_hook(lambda m, args, out: out + 1)
+    inner.repbn.bn.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    no_statistics.repbn.bn = nn.BatchNorm1d(6, track_running_stats=False).eval()
+    no_weight.repbn.bn = nn.BatchNorm1d(6, affine=False).eval()
+    linear = nn.Linear(6, 6)
+    before = linear.weight.clone()
+    for norm in (randomize_gently(Own(6)).eval(), hooked, inner, no_statistics, no_weight):
+        assert affine_of(norm) is None and folded(norm, linear) is norm and folded_back(linear, norm) is norm
+    assert torch.equal(linear.weight, before)
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(randomize_gently(RepBN(6)).eval())
+    x = torch.randn(5, 6)
+    assert_relative(folded(synced)(x).double(), by_hand(synced, x), 1e-6)
+
+
+def test_a_norm_with_a_layernorm_in_use_is_refused():
+    with pytest.raises(ValueError, match='^PRepBN has gamma=0.5: its LayerNorm is still in use'):
+        affine_of(PRepBN(4, gamma=0.5).eval())
+
+
+def test_layers_that_can_take_a_norm():
+    class Own(nn.Linear):
+        pass
+
+    hooked, patched, own = nn.Linear(4, 4), nn.Linear(4, 4), Own(4, 4)
+    hooked.register_forward_pre_hook(lambda m, args: args)
+    patched.forward = lambda x: x
+    twice = MLP(4, 4)
+    twice.fc2 = twice.fc1
+    taken = [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), MLP(4, 8)]
+    refused = [
+        own,
+        hooked,
+        patched,
+        twice,
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.GELU(),
+        None,
+    ]
+    assert [takes_affine(layer) for layer in taken + refused] == [True] * len(taken) + [False] * len(refused)
+    norm = randomize_gently(RepBN(4)).eval()
+    assert all(isinstance(folded(norm, layer), Affine) for layer in refused)
+    assert all(isinstance(folded_back(layer, norm), Affine) for layer in (own, hooked, patched))
 
 
 def test_scales_of_zero_and_tiny_ones():
@@ -200,3 +261,49 @@ def test_spatial_reduction_on_maps_of_any_size(kind, qkv_bias, norm_type):
     with torch.no_grad():
         for hw, x in maps.items():
             assert_relative(attn(x, hw_shape=hw), wants[hw], 1e-13)
+
+
+@pytest.mark.parametrize('sr_ratio', [1, 2])
+@pytest.mark.parametrize('kind', ['sla', 'focused', 'softmax', 'window'])
+def test_a_subclass_of_an_attention_by_itself(kind, sr_ratio):
+    """It stays in the form of the training, and takes over no norm, unless its class says that it may."""
+    made = attention(kind, **({} if kind == 'window' else dict(sr_ratio=sr_ratio, norm_cfg=dict(type='RepBN'))))
+    cls = type(made)
+    own = type('Own', (cls,), dict(project=lambda self, x, hw: cls.project(self, x.sin(), hw)))
+    made.__class__ = own
+    attn = randomize_gently(made, std=0.3).eval().double()
+    norm, x = randomize_gently(RepBN(12), [0.4]).eval(), torch.randn(2, 64, 12, dtype=torch.float64)
+    with torch.no_grad():
+        want = attn(x, hw_shape=(8, 8))
+        attn.switch_to_deploy()
+        assert_relative(attn(x, hw_shape=(8, 8)), want, 1e-13)
+    assert isinstance(folded(norm, attn), Affine)
+    if kind != 'window':
+        foldable()(own)
+        attn.switch_to_deploy()
+        assert attn.deploy and isinstance(folded(norm, attn), nn.Identity)
+
+
+def test_a_class_with_an_absorb_of_its_own():
+    class Doubling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+
+        def absorb(self, scale, shift):
+            fold_forward(scale, shift, self.linear)
+
+        def forward(self, x):
+            return 2 * self.linear(x)
+
+    class Halving(Doubling):
+        def forward(self, x):
+            return super().forward(x / 2)
+
+    norm, x = randomize_gently(RepBN(4)).eval(), torch.randn(3, 4, dtype=torch.float64)
+    for cls, kept in ((Doubling, nn.Identity), (Halving, Affine)):
+        layer = cls()
+        want = layer(by_hand(norm, x))
+        before = folded(norm.double(), layer)
+        assert type(before) is kept
+        assert_relative(layer(before(x)), want, 1e-14)
