@@ -12,6 +12,7 @@ from rich.progress import track
 
 from . import checkpoints
 from .data.checks import check_datasets, check_writable
+from .runner import SafeRunner
 from .versions import check_detection
 
 PathLike = Union[str, os.PathLike]
@@ -94,17 +95,16 @@ def build_trainer(
             '--cfg-options optim_wrapper.type=OptimWrapper.'
         )
     check_writable(cfg.work_dir, 'work_dir')
-    checkpoints.use_safe_loading(trust_checkpoint)
-    local = cfg.get('load_from') and '://' not in cfg.load_from
-    content = checkpoints.load_file(cfg.load_from) if local else None
-    if content is not None:
+    content = None
+    if cfg.get('load_from'):
+        content = checkpoints.load_file(cfg.load_from, trust_checkpoint)
         checkpoints.read_state_dict(content, name=repr(cfg.load_from))
     if content is not None and cfg.get('resume') and not (isinstance(content, dict) and 'meta' in content):
         raise ValueError(
             f'--resume {cfg.load_from!r} holds weights alone, no state of a training. Start from it with '
             f'--cfg-options load_from={cfg.load_from}.'
         )
-    runner = Runner.from_cfg(cfg)
+    runner = SafeRunner.build(cfg, trust_checkpoint)
     if content is not None and cfg.get('resume'):
         checkpoints.check_fits(runner.model, content, repr(cfg.load_from))
     return runner
@@ -148,9 +148,9 @@ def build_tester(
         hooks.visualization.update(draw=True, show=show, wait_time=wait_time)
         if show_dir:
             hooks.visualization.test_out_dir = str(show_dir)
-    checkpoints.use_safe_loading(trust_checkpoint)
-    runner = Runner.from_cfg(cfg)
-    checkpoints.check_fits(runner.model, checkpoint)
+    runner = SafeRunner.build(cfg, trust_checkpoint)
+    with checkpoints.use_safe_loading(trust_checkpoint):
+        checkpoints.check_fits(runner.model, checkpoint)
     if out is not None:
         from mmdet.evaluation import DumpDetResults
 
@@ -213,12 +213,12 @@ def infer(
     if present and not force:
         raise FileExistsError(f'out: {str(present[0])!r} exists. Choose another folder, or pass --force.')
     check_writable(out, 'out')
-    checkpoints.use_safe_loading(trust_checkpoint)
 
     from mmdet.apis import DetInferencer
 
-    inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
-    checkpoints.check_fits(inferencer.model, checkpoint)
+    with checkpoints.use_safe_loading(trust_checkpoint):
+        inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
+        checkpoints.check_fits(inferencer.model, checkpoint)
     for file, target in track(list(zip(files, written)), description='drawing', disable=len(files) == 1):
         result = inferencer(str(file), return_vis=True, no_save_pred=True, pred_score_thr=score_thr)
         if not cv2.imwrite(str(target), result['visualization'][0][..., ::-1]):

@@ -50,10 +50,9 @@ def run(
         check_drawable([paper_figures(c) for c in configs])
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    weights.use_safe_loading(trust_checkpoint)
     names, subjects = names_of(configs), []
     columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not show_progress) as progress:
+    with weights.use_safe_loading(trust_checkpoint), Progress(*columns, disable=not show_progress) as progress:
         task = progress.add_task('building', total=len(configs) * len(settings.scales))
         for i, cfg in enumerate(found):
             for scale in settings.scales:
