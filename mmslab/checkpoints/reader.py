@@ -530,6 +530,7 @@ _CALLS: Dict[str, Callable[..., Any]] = {
     'builtins.frozenset': lambda items=(): frozenset(_key(i) for i in items),
     'builtins.complex': lambda real, imaginary: complex(float(real), float(imaginary)),
     'builtins.bytearray': _bytearray,
+    'builtins.bytes': lambda: b'',  # how protocol 2 writes empty ones
     'builtins.getattr': _method,
     '_codecs.encode': _encode,
     'numpy.dtype': _dtype,
