@@ -12,6 +12,7 @@ from . import checkpoints
 from .data.checks import check_datasets, check_writable
 from .data.classes import check_classes, check_trained_classes
 from .infer import infer  # noqa: F401  (handed on)
+from .runner import SafeRunner
 from .versions import check_detection
 
 PathLike = Union[str, os.PathLike]
@@ -95,10 +96,9 @@ def build_trainer(
             '--cfg-options optim_wrapper.type=OptimWrapper.'
         )
     check_writable(cfg.work_dir, 'work_dir')
-    checkpoints.use_safe_loading(trust_checkpoint)
-    local = cfg.get('load_from') and '://' not in cfg.load_from
-    content = checkpoints.load_file(cfg.load_from) if local else None
-    if content is not None:
+    content = None
+    if cfg.get('load_from'):
+        content = checkpoints.load_file(cfg.load_from, trust_checkpoint)
         checkpoints.read_state_dict(content, name=repr(cfg.load_from))
     if content is not None and cfg.get('resume') and not (isinstance(content, dict) and 'meta' in content):
         raise ValueError(
@@ -107,7 +107,7 @@ def build_trainer(
         )
     if content is not None and cfg.get('resume'):
         check_trained_classes(content, repr(cfg.load_from), cfg, 'train')
-    runner = Runner.from_cfg(cfg)
+    runner = SafeRunner.build(cfg, trust_checkpoint)
     if content is not None and cfg.get('resume'):
         checkpoints.check_fits(runner.model, content, repr(cfg.load_from))
     return runner
@@ -155,10 +155,10 @@ def build_tester(
             hook.test_out_dir = str(show_dir)
             if hook.type in ('DetVisualizationHook', 'mmdet.DetVisualizationHook'):
                 hook.type = 'mmslab.hooks.visualization.FolderVisualizationHook'
-    checkpoints.use_safe_loading(trust_checkpoint)
-    check_trained_classes(checkpoints.load_file(checkpoint), repr(str(checkpoint)), cfg)
-    runner = Runner.from_cfg(cfg)
-    checkpoints.check_fits(runner.model, checkpoint)
+    content = checkpoints.load_file(checkpoint, trust_checkpoint)
+    check_trained_classes(content, repr(str(checkpoint)), cfg)
+    runner = SafeRunner.build(cfg, trust_checkpoint)
+    checkpoints.check_fits(runner.model, content, repr(str(checkpoint)))
     if out is not None:
         from mmdet.evaluation import DumpDetResults
 

@@ -138,9 +138,9 @@ class _Detector:
         from mmdet.apis import DetInferencer
         from mmdet.registry import DATASETS
 
-        checkpoints.use_safe_loading(trust_checkpoint)
-        self.inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
-        content = checkpoints.load_file(checkpoint)
+        content = checkpoints.load_file(checkpoint, trust_checkpoint)
+        with checkpoints.use_safe_loading(trust_checkpoint):
+            self.inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
         checkpoints.check_fits(self.inferencer.model, content, repr(str(checkpoint)))
         meta = self.inferencer.model.dataset_meta  # the visualizer's too
         if (

@@ -110,14 +110,14 @@ def measure_here(
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    weights.use_safe_loading(trust_checkpoint)
     names, subjects = names_of(configs), []
     advance = _counter(step, 'building', len(configs) * len(settings.scales))
-    for i, cfg in enumerate(read):
-        for scale in settings.scales:
-            saved = checkpoints[i] if checkpoints else None
-            subjects += prepare(names[i], configs[i], cfg, settings, saved, scale)
-            advance()
+    with weights.use_safe_loading(trust_checkpoint):
+        for i, cfg in enumerate(read):
+            for scale in settings.scales:
+                saved = checkpoints[i] if checkpoints else None
+                subjects += prepare(names[i], configs[i], cfg, settings, saved, scale)
+                advance()
     if settings.mode == 'flops':
         return subjects, None
     advance = _counter(step, 'measuring', len(subjects) * (settings.rounds + settings.warmup))

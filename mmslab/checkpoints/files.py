@@ -1,90 +1,130 @@
 """Reading checkpoint files: nothing that a file brings is run."""
 
 import os
-import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Dict, Optional, Union
+from urllib.parse import urlsplit
 
 import torch
+from mmengine.runner import checkpoint as mmengine_checkpoint
+from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
+from .reader import NotDenseError, NotPlainError, read
+
 StateDict = Dict[str, Tensor]
-_trusting = False  # what a command line said of the checkpoints of this process, see use_safe_loading
+_ORIGINAL = CheckpointLoader.__dict__['load_checkpoint']  # the one way to all of mmengine's loaders
+_trusting = False  # what a command line said of the checkpoints that it reads, see use_safe_loading
+_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8) + (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 
 
 def load_file(path: Union[str, os.PathLike], trust: Optional[bool] = None) -> Any:
-    """Reads a file that ``torch.save`` wrote.
+    """Reads a file that ``torch.save`` wrote, onto the CPU.
 
     Args:
-        path (str | Path): A local file, or an http(s) address, which is downloaded to torch's cache.
-        trust (bool, optional): False accepts tensors and plain containers only (``weights_only=True``). True
-            unpickles anything, so the file can run any code: only for files that you trust. By default what
-            :func:`use_safe_loading` was told, else False.
+        path (str | Path): A local file; an http(s) address, which is downloaded to torch's cache; or a name in one of mmengine's
+            lists of addresses (``torchvision://resnet50``, ``open-mmlab://...``, ``mmcls://...``).
+        trust (bool, optional): False accepts tensors, NumPy arrays of numbers, mmengine's HistoryBuffers and plain containers,
+            and runs nothing, see :mod:`mmslab.checkpoints.reader`. True unpickles anything, so the file can run any code: only
+            for files that you trust; addresses that mmengine alone can read (``s3://``, ...) are then left to it. By default
+            what :func:`use_safe_loading` was told, else False.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, no checkpoint, or needs ``trust``.
+        OSError: If it cannot be downloaded.
+        ValueError: If it is damaged, no checkpoint, needs ``trust``, or is at another kind of address.
     """
-    path = str(path)
-    if re.match('https?://', path):
-        cached = Path(torch.hub.get_dir()) / 'checkpoints' / path.rsplit('/', 1)[-1]
-        if not cached.exists():
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(path, str(cached))
-        path = str(cached)
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f'checkpoint {path!r} does not exist. Give the path of a .pth file.')
+    path, trust = str(path), _trusting if trust is None else trust
+    if trust and '://' in path and not path.startswith(('http://', 'https://')):
+        return _ORIGINAL.__get__(None, CheckpointLoader)(path, map_location='cpu')
+    local = os.path.expanduser(path) if '://' not in path else _download(path)
+    if not os.path.isfile(local):
+        raise FileNotFoundError(f'checkpoint {local!r} does not exist. Give the path of a .pth file.')
     try:
-        with _mmengine_globals():
-            return torch.load(path, map_location='cpu', weights_only=not (_trusting if trust is None else trust))
-    except Exception as e:  # torch raises half a dozen types for a bad file
-        if re.search('unsupported (global|class)', str(e), re.IGNORECASE):
-            raise ValueError(
-                f'checkpoint {path!r} holds Python objects beside tensors, which can run code when loaded. If you trust '
-                'where it comes from, load it with --trust-checkpoint (in Python: trust=True).'
-            ) from e
+        if trust:
+            return torch.load(local, map_location='cpu', weights_only=False)
+        return read(local)
+    except NotPlainError as e:
         raise ValueError(
-            f'checkpoint {path!r} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}). '
+            f'checkpoint {local!r} holds Python objects beside tensors ({e}), which can run code when loaded. If you trust '
+            'where it comes from, load it with --trust-checkpoint (in Python: trust=True).'
+        ) from e
+    except NotDenseError as e:
+        raise ValueError(f'checkpoint {local!r} has {e}, with torch.save, and load that.') from e
+    except Exception as e:  # a bad file raises any of a dozen types
+        raise ValueError(
+            f'checkpoint {local!r} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}). '
             'It is truncated, corrupted, or no PyTorch checkpoint; download or write it again.'
         ) from e
 
 
-def _mmengine_globals():
-    """Allows the few classes that mmengine itself writes into training checkpoints, where torch can list them."""
-    if not hasattr(torch.serialization, 'safe_globals'):
-        return nullcontext()
-    import numpy as np
-    from mmengine.logging.history_buffer import HistoryBuffer
+def _download(address: str) -> str:
+    """The local copy of ``address``, in torch's cache."""
+    scheme, _, name = address.partition('://')
+    lists = {
+        'torchvision': mmengine_checkpoint.get_torchvision_models,
+        'modelzoo': mmengine_checkpoint.get_torchvision_models,
+        'open-mmlab': mmengine_checkpoint.get_external_models,
+        'openmmlab': mmengine_checkpoint.get_external_models,
+        'mmcls': mmengine_checkpoint.get_mmcls_models,
+    }
+    url = address
+    if scheme in lists:
+        if 'mmlab' in scheme:
+            name = mmengine_checkpoint.get_deprecated_model_names().get(name, name)
+        url = lists[scheme]().get(name, '')
+    file = os.path.basename(urlsplit(url).path)
+    if not url.startswith(('http://', 'https://')) or not file:
+        known = 'is no name that mmengine knows' if scheme in lists else 'is no address that can be read safely'
+        raise ValueError(f'checkpoint {address!r} {known}. Download the file yourself and give its path.')
+    cached = Path(torch.hub.get_dir()) / 'checkpoints' / file
+    if not cached.exists():
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(cached))  # which gives the file its name once it is whole
+        except (OSError, ValueError) as e:
+            raise OSError(f'checkpoint {url!r} cannot be downloaded ({e}). Download it and give its path.') from e
+    return str(cached)
 
-    core = getattr(np, '_core', None) or np.core
-    dtypes = [getattr(np.dtypes, n) for n in ('Float64DType', 'Float32DType', 'Int64DType') if hasattr(np, 'dtypes')]
-    allowed = [
-        HistoryBuffer,
-        core.multiarray._reconstruct,
-        core.multiarray.scalar,
-        np.ndarray,
-        np.dtype,
-        *dtypes,
-        getattr,
-    ]
-    return torch.serialization.safe_globals(allowed)
 
+class use_safe_loading:
+    """Makes mmengine, and all that loads through it, read every checkpoint through :func:`load_file`.
 
-def use_safe_loading(trust: bool = False) -> None:
-    """Makes mmengine read every local checkpoint of this process through :func:`load_file`.
+    As ``torch.set_grad_enabled`` it holds from the call on, or for a ``with`` block alone::
 
-    The command lines call it, so that ``--resume`` and ``load_from`` do not unpickle what the user did not vouch for;
-    ``trust`` holds for ``init_cfg`` too.
+        with use_safe_loading():
+            runner.train()  # load_from, resume, auto-resume, init_cfg
+
+    mmengine's own loader unpickles anything where its safe attempt fails; within, it cannot be reached.
+
+    Args:
+        trust (bool): Unpickle anything, here and in :func:`load_file`. Defaults to False.
     """
-    global _trusting
-    _trusting = trust
-    from mmengine.runner.checkpoint import CheckpointLoader
 
-    @CheckpointLoader.register_scheme(prefixes='', force=True)
-    def load_local(filename, map_location=None, logger=None):  # the signature mmengine calls
-        checkpoint = load_file(os.path.expanduser(filename), trust)
-        return checkpoint
+    def __init__(self, trust: bool = False) -> None:
+        global _trusting
+        self._before = (_trusting, CheckpointLoader.__dict__['load_checkpoint'])
+        _trusting, CheckpointLoader.load_checkpoint = trust, staticmethod(_load_for_mmengine)
+
+    def __enter__(self) -> 'use_safe_loading':
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _trusting
+        _trusting, CheckpointLoader.load_checkpoint = self._before
+
+
+def _load_for_mmengine(filename: str, map_location: Any = None, logger: Any = 'current') -> Any:
+    content = load_file(filename)
+    if filename.startswith('mmcls://') and not _trusting:  # a classifier, where its backbone is wanted
+        state = read_state_dict(content, name=repr(filename))
+        return dict(state_dict={k[len('backbone.') :]: v for k, v in state.items() if k.startswith('backbone.')})
+    return content
 
 
 def read_state_dict(
@@ -92,27 +132,52 @@ def read_state_dict(
 ) -> StateDict:
     """The weights in a checkpoint, whether at its top or inside ``state_dict`` or ``model``.
 
-    A ``module.`` prefix, which DistributedDataParallel adds, is removed. ``name`` is what errors call the checkpoint, by
-    default its path.
+    A ``module.`` prefix, which DistributedDataParallel adds, is removed. Beside weights at the top may be what else a training
+    saves ('epoch', 'optimizer'): entries that are no tensors and have no dot in their names. ``name`` is what errors call the
+    checkpoint, by default its path.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it cannot be read, holds no tensors, or a tensor is not finite.
+        ValueError: If it cannot be read, holds no tensors, or something among them is no tensor of finite numbers under a name.
     """
     name = name or ('the given dict' if isinstance(checkpoint, dict) else repr(str(checkpoint)))
     content = checkpoint if isinstance(checkpoint, dict) else load_file(checkpoint, trust)
-    for key in ('state_dict', 'model'):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    state = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
-    if not state:
+    inside = next(
+        (k for k in ('state_dict', 'model') if isinstance(content, dict) and isinstance(content.get(k), dict)), None
+    )
+    state = content if inside is None else content[inside]
+    if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(
             f'checkpoint {name} holds no tensors, neither at its top nor in state_dict or model. Give a file of weights.'
         )
+    if inside is None:
+        state = {k: v for k, v in state.items() if isinstance(v, Tensor) or '.' in str(k)}
+    for key, value in state.items():
+        wrong = _wrong(key, value)
+        if wrong:
+            raise ValueError(f'checkpoint {name} has {wrong}')
     if all(k.startswith('module.') for k in state):
         state = {k[len('module.') :]: v for k, v in state.items()}
-    for key, value in state.items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise ValueError(f'checkpoint {name} has NaN or infinite values in {key!r}. Use an earlier checkpoint.')
-    return state
+    return dict(state)
+
+
+def _wrong(key: Any, value: Any) -> Optional[str]:
+    """What is wrong with an entry of a state dict, with the remedy; None if nothing is."""
+    at = f'in {key!r}'
+    if type(key) is not str:
+        return f'{key!r} as the name of a weight, which must be a string. Save it under the name that the model has for it.'
+    if not isinstance(value, Tensor):
+        return f'{"None" if value is None else f"a {type(value).__name__}"} {at}, which is no tensor. Leave it out.'
+    if value.is_meta:
+        return f'a meta tensor, without values, {at}. Save it from a device.'
+    if value.is_nested:
+        return f'a nested tensor {at}. Save its parts as tensors.'
+    if value.is_quantized:
+        return f'a quantized tensor {at}. Save .dequantize() of it.'
+    if value.layout != torch.strided:
+        return f'a sparse tensor {at}, where weights are dense. Save .to_dense() of it.'
+    if value.dtype not in _WEIGHT_DTYPES:
+        return f'numbers of {value.dtype} {at}, which no weights are. Save .float() of it, or what is real in it.'
+    if value.is_floating_point() and not torch.isfinite(value).all():
+        return f'NaN or infinite values {at}. Use an earlier checkpoint.'
+    return None

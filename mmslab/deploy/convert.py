@@ -106,9 +106,9 @@ def deploy(
     present = [p for p in targets if p.exists()]
     if present and not force:
         raise FileExistsError(f'out: {str(present[0])!r} exists. Choose another folder, or pass --force.')
-    checkpoints.use_safe_loading(trust_checkpoint)
-    content = checkpoints.load_file(checkpoint)
-    original = load_model(cfg, content, repr(str(checkpoint)))
+    content = checkpoints.load_file(checkpoint, trust_checkpoint)
+    with checkpoints.use_safe_loading(trust_checkpoint):
+        original = load_model(cfg, content, repr(str(checkpoint)))
     _check_norms(original, config)
     folded = fold(copy.deepcopy(original))
     check_writable(out, 'out')

@@ -89,8 +89,8 @@ def export(
     check_checkpoint(checkpoint, 'checkpoint')
     if out.exists() and not force:
         raise FileExistsError(f'out {str(out)!r} exists. Choose another name, or pass --force to replace it.')
-    checkpoints.use_safe_loading(trust_checkpoint)
-    original = load_model(cfg, checkpoints.load_file(checkpoint), repr(str(checkpoint)))
+    with checkpoints.use_safe_loading(trust_checkpoint):
+        original = load_model(cfg, checkpoints.load_file(checkpoint), repr(str(checkpoint)))
     if size is None:
         check_any_size(original.backbone)
     folded = copy.deepcopy(original)
