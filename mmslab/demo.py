@@ -19,8 +19,8 @@ from .benchmark.report import table as report_table
 from .benchmark.run import run
 from .data.checks import check_writable
 from .data.shapes import make_shapes
+from .deploy.compare import table as differences_table
 from .deploy.convert import deploy
-from .deploy.convert import table as differences_table
 from .infer import infer
 from .layers.norm import prepbn_modules
 from .plots import draw_curves, draw_sheet, read_scalars

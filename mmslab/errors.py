@@ -22,6 +22,12 @@ def input_errors() -> Iterator[None]:
         sys.exit(f'error: {root}')
 
 
+def reason(e: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    lines = str(e).strip().splitlines()
+    return f'{type(e).__name__}: {lines[0]}' if lines else type(e).__name__
+
+
 def _raised_here(e: BaseException) -> bool:
     trace = e.__traceback__
     if trace is None:

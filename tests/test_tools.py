@@ -135,7 +135,7 @@ def test_demo_trains_evaluates_and_draws(trained):
     assert 'gamma of the final checkpoint: 0' in run.stdout and 'mmengine - INFO' not in run.stdout
     assert (root / 'demo' / 'slab_swin_shapes.pth').exists() and len(list((root / 'demo' / 'drawn').glob('*.png'))) == 4
     assert len(list((root / 'demo' / 'drawn').iterdir())) == 5  # and predictions.json
-    assert 'folded against original' in run.stdout and 'second stage' in run.stdout
+    assert 'folded against original' in run.stdout and 'roi_head.mask_head' in run.stdout
     state = torch.load(root / 'demo' / 'deploy' / 'slab_swin_shapes_deploy.pth', weights_only=True)['state_dict']
     assert not any('repbn' in key for key in state)
     assert 'maskrcnn_slab_swin_shapes (folded)' in run.stdout and 'latency of the whole model' in run.stdout
@@ -199,7 +199,7 @@ def test_deploy_folds_and_the_tester_agrees(trained):
     root, _ = trained
     env = dict(SHAPES_ROOT='shapes')
     run = tool('deploy', CONFIG, 'out/epoch_2.pth', '--out', 'folded', cwd=root, env=env)
-    assert run.returncode == 0 and 'second stage' in run.stdout, run.stderr
+    assert run.returncode == 0 and 'roi_head.mask_head' in run.stdout, run.stderr
     config, checkpoint = f'folded/{CONFIG.stem}_deploy.py', 'folded/epoch_2_deploy.pth'
     assert config in run.stdout and checkpoint in run.stdout
     content = torch.load(root / 'out' / 'epoch_2.pth', weights_only=False)

@@ -5,7 +5,8 @@ import argparse
 from mmengine.config import DictAction
 from rich.console import Console
 
-from mmslab.deploy.convert import deploy, table
+from mmslab.deploy.compare import table
+from mmslab.deploy.convert import deploy
 from mmslab.errors import input_errors
 
 

@@ -5,7 +5,7 @@ import argparse
 from mmengine.config import DictAction
 from rich.console import Console
 
-from mmslab.deploy.convert import table
+from mmslab.deploy.compare import table
 from mmslab.deploy.export import PARTS, export
 from mmslab.errors import input_errors
 

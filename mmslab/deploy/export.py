@@ -25,7 +25,9 @@ from ..apis import check_checkpoint, check_mmdet, load_config
 from ..backbones.base import SLABBackbone
 from ..backbones.swin import SwinBlock
 from ..data.checks import check_writable
-from .convert import SIZES, Difference, PathLike, Size, _of, _relative, _tensors, check_backbone, load_model
+from ..errors import reason
+from .compare import SIZES, Difference, Size, divisor_of, is_of, padded, relative, tensors
+from .convert import PathLike, check_backbone, load_model
 from .fold import fold
 
 PARTS = ('backbone', 'model')
@@ -71,8 +73,9 @@ def export(
         FileNotFoundError, FileExistsError, OSError: For a missing config or checkpoint, or an ``out`` that exists or
             cannot be written.
         ValueError: For another suffix, an unknown part, a config without a backbone of mmslab, a checkpoint that does
-            not fit, a gamma above 0, a backbone whose windows depend on the image size, a graph that computes
-            something else. Nothing is written then.
+            not fit, a gamma above 0, a backbone whose windows depend on the image size, a detector whose head cannot be
+            in a graph, a size that its neck does not take, a graph that computes something else. Nothing is written
+            then.
     """
     out = Path(out)
     if out.suffix not in ('.onnx', '.pt2'):
@@ -93,25 +96,33 @@ def export(
         original = load_model(cfg, checkpoints.load_file(checkpoint), repr(str(checkpoint)))
     if size is None:
         check_any_size(original.backbone)
+    divisor = divisor_of(original, 1) if part == 'model' else 1
+    if size is not None and tuple(size) != padded(size, divisor):
+        raise ValueError(
+            f'size={tuple(size)}: the neck, {type(original.neck).__name__}, takes images with sides of multiples of {divisor} '
+            f'alone. Give {padded(size, divisor)}.'
+        )
+    expected, names = part_of(original, part, divisor)
     folded = copy.deepcopy(original)
     if part == 'model':
         fold(folded)
     elif not folded.backbone.deploy:  # by itself, so that its output norms stay with it
         folded.backbone.switch_to_deploy()
+    graph, _ = part_of(folded, part, divisor)
+    with _no_graph(original, part):
+        program = to_program(graph, size or padded(EXAMPLE, divisor), dynamic=size is None, divisor=divisor)
     check_writable(out.parent, 'the folder of out')
-    expected, _ = part_of(original, part)
-    graph, names = part_of(folded, part)
     with tempfile.TemporaryDirectory(prefix='.export-', dir=out.parent) as folder:
         partial = Path(folder) / out.name
-        program = to_program(graph, size or EXAMPLE, dynamic=size is None)
         if out.suffix == '.onnx':
-            to_onnx(program, partial, names)
+            with _no_graph(original, part):
+                to_onnx(program, partial, names)
             run = onnx_runner(partial)
         else:
             torch.export.save(program, partial)
             module = torch.export.load(partial).module(check_guards=False)
-            run = lambda image: _tensors(module(image))  # noqa: E731
-        differences = compare_runs(expected, run, names, [size] if size else sizes)
+            run = lambda image: tensors(module(image))  # noqa: E731
+        differences = compare_runs(expected, run, names, [size] if size else [padded(s, divisor) for s in sizes])
         worst = max(differences, key=lambda d: (d.relative != d.relative, d.relative))
         if not worst.relative <= tolerance:
             raise ValueError(
@@ -120,6 +131,20 @@ def export(
             )
         os.replace(partial, out)
     return differences
+
+
+@contextmanager
+def _no_graph(model: nn.Module, part: str) -> Iterator[None]:
+    """Says of what torch's exporters raise for code that is not ours, such as a head's, which it comes from."""
+    try:
+        yield
+    except Exception as e:
+        if part == 'backbone':
+            raise
+        raise ValueError(
+            f"part='model': what the neck and head of {type(model).__name__} compute has no such graph ({reason(e)}). Use "
+            "part='backbone'."
+        ) from e
 
 
 class _Part(nn.Module):
@@ -134,23 +159,31 @@ class _Part(nn.Module):
         return tuple(self.function(self.model, image))
 
 
-def part_of(model: nn.Module, part: str) -> Tuple[nn.Module, List[str]]:
+def part_of(model: nn.Module, part: str, divisor: int = 1) -> Tuple[nn.Module, List[str]]:
     """What of a detector or classifier becomes a graph, and the names of its outputs.
 
     The graph takes normalized images ``(1, 3, H, W)``, named ``image``. With ``part`` 'backbone' it gives the maps
     of the stages, ``map0``... With 'model' it gives
 
     * of a classifier the class scores ``(1, num_classes)``, ``scores``;
-    * of a detector with one stage what its head computes, ``scores0``, ... and ``deltas0``, ..., for each level;
+    * of a detector with one stage what its head computes, in its order: ``scores0``, ... and ``deltas0``, ..., for each
+      level, and of heads with more than these ``output2_0``, ...;
     * of a detector with two stages the same of the RPN, and the neck's maps, ``neck0``..., which its second stage
       takes.
 
     Anchors, the choice of proposals, non-maximum suppression and the second stage are left to the caller: mmdet's
     code for them branches on the data and calls mmcv's compiled operators, which have no form in ONNX.
+
+    Args:
+        divisor (int): What the sides of images must be multiples of, see :func:`mmslab.deploy.compare.divisor_of`.
+
+    Raises:
+        ValueError: For 'model' of a detector without a head that computes something of the neck's maps alone, as those
+            with queries.
     """
     if part == 'backbone':
-        return _Part(model.backbone, lambda m, x: _tensors(m(x))), [f'map{i}' for i in model.backbone.out_indices]
-    if _of(model, 'mmpretrain'):
+        return _Part(model.backbone, lambda m, x: tensors(m(x))), [f'map{i}' for i in model.backbone.out_indices]
+    if is_of(model, 'mmpretrain'):
         return _Part(model, _class_scores), ['scores']
     head = 'rpn_head' if getattr(model, 'rpn_head', None) is not None else 'bbox_head'
     if getattr(model, head, None) is None:
@@ -159,17 +192,32 @@ def part_of(model: nn.Module, part: str) -> Tuple[nn.Module, List[str]]:
             "neither. Use part='backbone'."
         )
     two_stages = head == 'rpn_head'
+    like = next(model.parameters())
     with torch.no_grad():
-        levels = len(model.neck(model.backbone(torch.zeros(1, 3, 64, 64))))
-    names = [f'neck{i}' for i in range(levels)] if two_stages else []
-    names += [f'{what}{i}' for what in ('scores', 'deltas') for i in range(levels)]
+        maps = _features(model, like.new_zeros(1, 3, *padded((64, 64), divisor)))
+        try:
+            made = getattr(model, head)(maps)
+        except Exception as e:  # of a head that is called otherwise
+            raise ValueError(
+                f"part='model' exports heads that take the neck's maps, but the {head} of {type(model).__name__}, "
+                f"{type(getattr(model, head)).__name__}, wants something else ({reason(e)}). Use part='backbone'."
+            ) from e
+    names = [f'neck{i}' for i in range(len(maps))] if two_stages else []
+    for i, output in enumerate(made):
+        kind = ('scores', 'deltas')[i] if i < 2 else f'output{i}_'
+        names += [f'{kind}{level}' for level in range(len(tensors(output)))]
 
     def dense(m: nn.Module, image: Tensor) -> List[Tensor]:
-        maps = m.neck(m.backbone(image))
-        made = _tensors(getattr(m, head)(maps))
+        maps = _features(m, image)
+        made = tensors(getattr(m, head)(maps))
         return [*maps, *made] if two_stages else made
 
     return _Part(model, dense), names
+
+
+def _features(model: nn.Module, image: Tensor) -> Sequence[Tensor]:
+    maps = model.backbone(image)
+    return maps if getattr(model, 'neck', None) is None else model.neck(maps)
 
 
 def _class_scores(model: nn.Module, image: Tensor) -> List[Tensor]:
@@ -187,15 +235,20 @@ def check_any_size(backbone: SLABBackbone) -> None:
 
 
 @torch.no_grad()
-def to_program(model: nn.Module, size: Size = EXAMPLE, dynamic: bool = True) -> torch.export.ExportedProgram:
+def to_program(
+    model: nn.Module, size: Size = EXAMPLE, dynamic: bool = True, divisor: int = 1
+) -> torch.export.ExportedProgram:
     """``torch.export`` of a folded backbone, or of another module that takes images ``(1, 3, H, W)``, in eval mode.
 
     Args:
         size (tuple[int, int]): Height and width of the image to trace with. The maps of every stage should be at
             least as large as the spatial reduction there (PVT), and so must those of images given to the graph.
         dynamic (bool): Whether height and width stay open. Defaults to True.
+        divisor (int): What open heights and widths are multiples of. Defaults to 1.
     """
     dims = {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if dynamic else {}
+    if dynamic and divisor > 1:
+        dims = {i: divisor * torch.export.Dim(name, min=1) for i, name in ((2, 'rows'), (3, 'columns'))}
     # open sizes of 1, such as a single window, are sizes like all others
     with _quiet(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
         return torch.export.export(model, (torch.zeros(1, 3, *size),), dynamic_shapes=(dims,), strict=False)
@@ -244,8 +297,7 @@ def compare_runs(
     for size in sizes:
         image = torch.randn(1, 3, *size, generator=generator)
         for name, actual, wanted in zip(names, run(image), expected(image)):
-            same = actual.shape == wanted.shape
-            found.append(Difference(tuple(size), name, _relative(actual, wanted) if same else float('inf')))
+            found.append(Difference(tuple(size), name, relative(actual, wanted)))
     return found
 
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 from mmengine.registry import MODELS
 
+from mmslab.deploy import export as module
 from mmslab.deploy.export import check_any_size, export, onnx_runner, to_onnx, to_program
 
 from ..conftest import assert_relative, randomize
 from .test_convert import config, trained
+from .test_families import detector, small
 
 NORM = dict(type='PRepBN', gamma=0.0)
 SWIN = dict(
@@ -96,6 +98,68 @@ def test_a_detector_up_to_its_heads(tmp_path):
     assert len(run) == len(wanted)
     for actual, expected in zip(run, wanted):
         assert_relative(actual, expected, 1e-4)
+
+
+def written(folder, family):
+    """Config and checkpoint of a family of mmdet's detectors, and its model."""
+    model = detector(family)
+    small(family).dump(folder / f'{family}.py')
+    torch.save(dict(state_dict=model.state_dict()), folder / f'{family}.pth')
+    return folder / f'{family}.py', folder / f'{family}.pth', model
+
+
+class TopDown(torch.nn.Module):
+    """What an RTMDet's neck does to sizes: maps doubled and put beside those of the level before, in multiples of 8."""
+
+    def forward(self, image):
+        levels = [torch.nn.functional.avg_pool2d(image, 3, 2, 1)]
+        for _ in range(2):
+            levels.append(torch.nn.functional.avg_pool2d(levels[-1], 3, 2, 1))
+        x = levels[2]
+        for level in levels[1::-1]:
+            x = torch.cat([torch.nn.functional.interpolate(x, scale_factor=2.0), level], 1)
+        return (x,)
+
+
+def test_a_graph_for_multiples():
+    program = to_program(TopDown(), (64, 96), divisor=8)
+    for size in ((8, 8), (160, 88)):
+        image = torch.randn(1, 3, *size)
+        assert_relative(program.module(check_guards=False)(image)[0], TopDown()(image)[0], 1e-6)
+
+
+def test_a_neck_that_takes_few_sizes(tmp_path):
+    """RTMDet's: multiples of 32, though no pad_size_divisor says so."""
+    path, weights, original = written(tmp_path, 'RTMDet')
+    with pytest.raises(
+        ValueError, match=r'size=\(96, 100\): the neck, CSPNeXtPAFPN, .* multiples of 32 .*Give \(96, 128\)'
+    ):
+        export(path, weights, tmp_path / 'graph.pt2', part='model', size=(96, 100))
+    assert not (tmp_path / 'graph.pt2').exists()
+    found = export(path, weights, tmp_path / 'graph.pt2', part='model', size=(64, 96))
+    assert {d.output for d in found} == {f'{what}{i}' for what in ('scores', 'deltas') for i in range(3)}
+    image = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        scores, deltas = original.bbox_head(original.extract_feat(image))
+    graph = torch.export.load(tmp_path / 'graph.pt2').module(check_guards=False)
+    for actual, expected in zip(graph(image), [*scores, *deltas]):
+        assert_relative(actual, expected, 1e-4)
+
+
+def test_heads_that_no_graph_takes_are_named_before_anything_is_written(tmp_path, monkeypatch):
+    path, weights, _ = written(tmp_path, 'DINO')
+    out = tmp_path / 'out' / 'graph.pt2'
+    with pytest.raises(ValueError, match="the bbox_head of DINO, DINOHead, wants something else .*Use part='backbone'"):
+        export(path, weights, out, part='model')
+    path, weights, _ = written(tmp_path, 'RTMDet')
+
+    def no_form(*args, **kwargs):
+        raise RuntimeError('an operator without a form in graphs')
+
+    monkeypatch.setattr(module, 'to_program', no_form)
+    with pytest.raises(ValueError, match="neck and head of RTMDet .* an operator without .*Use part='backbone'"):
+        export(path, weights, out, part='model')
+    assert not out.parent.exists()
 
 
 def test_a_classifier_of_one_size(tmp_path):
