@@ -97,7 +97,7 @@ def deploy(
     with checkpoints.use_safe_loading(trust_checkpoint):
         original = load_model(cfg, content, repr(str(checkpoint)))
     _check_norms(original, config)
-    folded = fold(copy.deepcopy(original))
+    folded = fold(copy.deepcopy(original), check=False)  # it is compared below, as it is loaded
     check_writable(out, 'out')
     meta = content.get('meta') if isinstance(content.get('meta'), dict) else {}
     deploy_cfg = deployed_config(cfg, folded)
