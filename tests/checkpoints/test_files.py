@@ -151,7 +151,7 @@ def test_other_addresses_are_refused(address):
     with use_safe_loading(), pytest.raises(ValueError, match=f'{address}.* is no .*Download the file yourself'):
         load_checkpoint(nn.Linear(1, 1), address)
     with pytest.raises(ValueError, match='Download the file yourself'):
-        load_file(address)
+        read_state_dict(address)
 
 
 def test_what_cannot_be_downloaded_is_named(served, tmp_path, monkeypatch):
