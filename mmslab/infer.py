@@ -139,6 +139,7 @@ class _Detector:
         from mmdet.registry import DATASETS
 
         content = checkpoints.load_file(checkpoint, trust_checkpoint)
+        checkpoints.read_state_dict(content, name=repr(str(checkpoint)))
         with checkpoints.use_safe_loading(trust_checkpoint):
             self.inferencer = DetInferencer(cfg, str(checkpoint), device=device, show_progress=False)
         checkpoints.check_fits(self.inferencer.model, content, repr(str(checkpoint)))

@@ -206,7 +206,9 @@ def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
     elif any(_OF_UNFOLDED.search(k) for k in state) or (blocks and lacking):
         folded = False
     else:  # blocks with LayerNorm: folding copies the kernels that the heads of a linear attention share
-        other = [(k, len(v), len(state[k])) for k, v in backbone.state_dict().items() if _differ(v, state.get(k))]
+        other = [
+            (k, v.shape[:1], state[k].shape[:1]) for k, v in backbone.state_dict().items() if _differ(v, state.get(k))
+        ]
         if other and all('.dwc.' in k for k, _, _ in other):
             folded = other[0][2] > other[0][1]
     if folded and not backbone.deploy:
@@ -289,7 +291,8 @@ def _fit_norms(state: StateDict, model: nn.Module, name: str) -> Tuple[StateDict
             left += [f'{at}.{part}' for part in parts]
             state = {k: v for k, v in state.items() if not k.startswith(f'{at}.')}
         else:
-            gamma = f' at gamma {float(state[at + ".gamma"]):g}' if f'{at}.gamma' in state else ''
+            value = state.get(f'{at}.gamma')
+            gamma = f' at gamma {float(value):g}' if value is not None and value.numel() == 1 else ''
             without = f' without {f"{at}.eta"!r}' if no_eta else ''
             raise ValueError(
                 f"checkpoint {name!r} has a {found}{gamma} at {at!r}{without}, but the model's {argument} makes a {wanted} "
@@ -316,7 +319,8 @@ def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str
     """Position terms of another window or image, resized; any other tensor of another shape is an error."""
     module = model.get_submodule(key.rpartition('.')[0])
     window = getattr(module, 'window_size', None)
-    if isinstance(module, PositionEmbedding) and value.dim() == 3 and value.shape[2] == target.shape[2]:
+    encodes = value.dim() == 3 and value.numel() > 0 and value.shape[::2] == target.shape[::2]
+    if isinstance(module, PositionEmbedding) and encodes:
         has, wants = int(_side(value.shape[1]) is None), int(module.cls_token is not None)
         side = _side(value.shape[1] - has)
         if side is not None and has >= wants:
@@ -324,13 +328,13 @@ def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str
             if (side, side) != module.grid:
                 grid = resize_positional_encoding(grid, (side, side), module.grid, module.mode)
             return torch.cat([value[:, :wants], grid], dim=1)
-    if key.endswith('positional_encoding') and value.dim() == 3 and value.shape[2] == target.shape[2]:
+    if key.endswith('positional_encoding') and encodes:
         side, (h, w) = _side(value.shape[1]), module.encoding_size
         if side is not None and (h == w or '.branches.' not in key):  # of CSWin's stripes the old shape is unknown
             return resize_positional_encoding(value, (side, side), module.encoding_size)
     if key.endswith('relative_position_bias_table') and value.dim() == 2 and value.shape[1] == target.shape[1]:
         side = _side(value.shape[0])
-        if side is not None and window is not None:
+        if side and window is not None:
             grid = value.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
             new = tuple(2 * w - 1 for w in window)
             grid = F.interpolate(grid, size=new, mode='bicubic', align_corners=False)

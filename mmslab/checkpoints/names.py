@@ -67,12 +67,18 @@ def _rename(key: str, renames: Sequence[tuple]) -> str:
     return key
 
 
+_PARTNER = dict(q='kv', kv='q')
+
+
 def fit_projections(state: StateDict, joined: Callable[[str], bool]) -> StateDict:
     """Joins PVT's ``q`` and ``kv`` to ``qkv`` in each attention (named with its dot) that is ``joined``, else parts them."""
     out = {}
     for key, value in state.items():
         m = re.fullmatch(r'(.*\battn\.)(qkv|q|kv)(\.(?:weight|bias))', key)
-        other = m and f'{m[1]}{dict(q="kv", kv="q").get(m[2])}{m[3]}'
+        other = m and f'{m[1]}{_PARTNER.get(m[2])}{m[3]}'
+        both = (value, state.get(other, value))
+        if any(t.dim() == 0 for t in both) or both[0].shape[1:] != both[1].shape[1:]:
+            m = None  # they are no projections: left as they are, to be refused where they do not fit
         if m and m[2] == 'q' and other in state and joined(m[1]):
             out[f'{m[1]}qkv{m[3]}'] = torch.cat([value, state[other]])
         elif m and m[2] == 'qkv' and not joined(m[1]) and value.shape[0] % 3 == 0:
@@ -144,6 +150,12 @@ def _canonical_norms(state: StateDict) -> StateDict:
             )
     for p in prepbn:  # Eq. 6; a converted checkpoint without counters has left the LayerNorm behind
         steps, total = state.get(p + 'iter'), state.get(p + 'total_step')
+        for counter in (steps, total):
+            if counter is not None and counter.numel() != 1:
+                raise ValueError(
+                    f'the checkpoint has {tuple(counter.shape)} numbers as a count of steps of the handover of {p[:-1]!r}, '
+                    'which is one. Give an unchanged one.'
+                )
         gamma = 0.0 if steps is None or total is None or total == 0 else float(steps) / float(total)
         out[p + 'gamma'] = torch.tensor(min(max(gamma, 0.0), 1.0))
     return out

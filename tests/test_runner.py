@@ -1,0 +1,97 @@
+"""A checkpoint of data alone, resumed from: what mmengine would do at its word."""
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.evaluator import BaseMetric
+from mmengine.registry import METRICS, MODELS
+
+from mmslab.runner import SafeRunner
+
+from .hooks import toy  # noqa: F401  (registers its data and model)
+
+
+@METRICS.register_module(name='_TestRising', force=True)
+class Rising(BaseMetric):
+    """Better at each validation, so that CheckpointHook replaces the best checkpoint."""
+
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+
+    def compute_metrics(self, results):
+        return dict(score=1e6 + torch.rand(1).item())
+
+
+def config(work_dir, resume, epochs=2):
+    loader = dict(
+        batch_size=8,
+        dataset=dict(type='_TestItems'),
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        collate_fn=dict(type='default_collate'),
+    )
+    checkpoint = dict(
+        type='CheckpointHook', save_best='score', rule='greater', max_keep_ckpts=1, filename_tmpl='{}.pth'
+    )
+    return Config(
+        dict(
+            default_scope='mmengine',
+            model=dict(type='_TestToy'),
+            work_dir=str(work_dir),
+            train_dataloader=loader,
+            train_cfg=dict(by_epoch=True, max_epochs=epochs),
+            val_dataloader=loader,
+            val_cfg=dict(),
+            val_evaluator=dict(type='_TestRising'),
+            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+            default_hooks=dict(checkpoint=checkpoint),
+            load_from=str(resume),
+            resume=True,
+            log_level='ERROR',
+            experiment_name=f'{work_dir.name}-{epochs}',
+        )
+    )
+
+
+@pytest.fixture
+def armed(tmp_path):
+    """A checkpoint that no reader finds anything in but strings and numbers, and what it is after."""
+    (tmp_path / 'precious').mkdir()
+    (tmp_path / 'precious' / 'thesis').write_text('years of work')
+    (tmp_path / 'other.pth').write_text('another run')
+    info = dict(
+        best_ckpt=str(tmp_path / 'precious'),
+        last_ckpt=str(tmp_path / 'other.pth'),
+        keep_ckpt_ids=['../other', '../other', 1],
+        best_score=0.0,
+    )
+    hub = dict(log_scalars={}, runtime_info=info, resumed_keys=dict.fromkeys(info, True))
+    meta = dict(epoch=1, iter=2, config=f'open({str(tmp_path / "ran")!r}, "w")\na = 1')
+    state = MODELS.build(dict(type='_TestToy')).state_dict()
+    torch.save(dict(state_dict=state, meta=meta, message_hub=hub), tmp_path / 'armed.pth')
+    return tmp_path
+
+
+def test_resuming_runs_and_deletes_nothing_at_a_checkpoints_word(armed):
+    runner = SafeRunner.build(config(armed / 'out', armed / 'armed.pth'))
+    runner.train()
+    assert runner.epoch == 2 and (armed / 'out' / '2.pth').exists()
+    assert not (armed / 'ran').exists()
+    assert (armed / 'precious' / 'thesis').read_text() == 'years of work'
+    assert (armed / 'other.pth').exists()
+
+
+def test_a_trusted_one_is_resumed_as_mmengine_does(armed):
+    """So the test above is of a checkpoint that does harm."""
+    SafeRunner.build(config(armed / 'out', armed / 'armed.pth'), trust_checkpoint=True).train()
+    assert (armed / 'ran').exists() and not (armed / 'precious').exists() and not (armed / 'other.pth').exists()
+
+
+def test_checkpoints_of_the_run_itself_are_still_replaced(armed):
+    """What the hook knows of its own folder survives resuming: the best and the last checkpoint, and which to remove."""
+    SafeRunner.build(config(armed / 'out', armed / 'armed.pth')).train()
+    (best,) = (armed / 'out').glob('best_*')
+    resumed = config(armed / 'out', armed / 'out' / '2.pth', epochs=3)
+    known = SafeRunner.build(resumed).load_checkpoint(resumed.load_from)['message_hub']['runtime_info']
+    assert known['best_ckpt'] == str(best) and known['keep_ckpt_ids'] == [2] and known['last_ckpt'].endswith('2.pth')
+    SafeRunner.build(resumed).train()
+    assert not (armed / 'out' / '2.pth').exists() and (armed / 'out' / '3.pth').exists()
