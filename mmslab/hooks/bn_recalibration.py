@@ -18,6 +18,7 @@ from mmengine.runner import EpochBasedTrainLoop, Runner
 from rich.progress import Progress
 from torch import Tensor
 
+from ..data.place import sampler_of
 from ..layers.norm import repbn_modules
 
 
@@ -202,7 +203,7 @@ class BNRecalibrationHook(Hook):
         if self.num_iters is not None:
             return self.num_iters
         # an InfiniteSampler's length is that of the whole data set, whatever the number of ranks
-        ranks = get_world_size() if isinstance(_sampler(loader), InfiniteSampler) else 1
+        ranks = get_world_size() if isinstance(sampler_of(loader), InfiniteSampler) else 1
         return self.num_epochs * -(-len(loader) // ranks)
 
     def _swap_statistics(self, runner: Runner) -> None:
@@ -229,15 +230,9 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model.module if is_model_wrapper(model) else model
 
 
-def _sampler(loader):
-    """Where a batch sampler groups the indices of another sampler, that one."""
-    sampler = loader.sampler
-    return sampler if hasattr(sampler, 'set_epoch') else getattr(loader.batch_sampler, 'sampler', sampler)
-
-
 def _batches(loader, epoch: int) -> Iterator[Any]:
     """The loader's batches without end; each pass with the sampler's shuffle of another epoch, which is then reset."""
-    sampler = _sampler(loader)
+    sampler = sampler_of(loader)
     before = getattr(sampler, 'epoch', None)
     try:
         while True:
