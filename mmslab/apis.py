@@ -12,6 +12,7 @@ from rich.progress import track
 
 from . import checkpoints
 from .data.checks import check_datasets, check_writable
+from .hooks import latest_checkpoint
 from .versions import check_detection
 
 PathLike = Union[str, os.PathLike]
@@ -59,7 +60,7 @@ def build_trainer(
         work_dir (str | Path, optional): For logs and checkpoints. Defaults to the config's, or work_dirs/<config>.
         amp (bool): Mixed precision, whatever the config says.
         auto_scale_lr (bool): Scale the learning rate to the number of GPUs times the batch size.
-        resume (str, optional): A checkpoint to resume from, or 'auto' for the latest in ``work_dir``.
+        resume (str, optional): A checkpoint to resume from, or 'auto' for the latest in ``work_dir`` that is whole.
         options (dict, optional): Config entries to replace, by dotted key.
         launcher (str): 'none', 'pytorch', 'slurm' or 'mpi'.
         trust_checkpoint (bool): See :func:`mmslab.checkpoints.load_file`.
@@ -80,10 +81,10 @@ def build_trainer(
                 f'--auto-scale-lr needs auto_scale_lr = dict(base_batch_size=...) in the config, which {str(config)!r} lacks.'
             )
         cfg.auto_scale_lr.enable = True
-    if resume == 'auto':
-        cfg.resume, cfg.load_from = True, None
-    elif resume is not None:
-        cfg.resume, cfg.load_from = True, resume
+    if resume is not None:
+        cfg.resume, cfg.load_from = True, None if resume == 'auto' else resume
+    if cfg.get('resume') and not cfg.get('load_from'):
+        cfg.load_from = latest_checkpoint(cfg.work_dir)  # None, where there is no checkpoint: the training begins
     check_datasets(cfg, ('train', 'val'))
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')

@@ -55,6 +55,6 @@ param_scheduler = [
 auto_scale_lr = dict(enable=False, base_batch_size=16)
 
 # runtime
-default_hooks = dict(checkpoint=dict(max_keep_ckpts=2))
+default_hooks = dict(checkpoint=dict(max_keep_ckpts=2), exact_resume=dict(type='ExactResumeHook'))
 vis_backends = [dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')]
 visualizer = dict(vis_backends=vis_backends)

@@ -37,4 +37,4 @@ optim_wrapper = dict(
     ),
     clip_grad=dict(max_norm=5.0),
 )
-default_hooks = dict(checkpoint=dict(max_keep_ckpts=2))
+default_hooks = dict(checkpoint=dict(max_keep_ckpts=2), exact_resume=dict(type='ExactResumeHook'))
