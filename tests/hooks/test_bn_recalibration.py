@@ -4,9 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
-from mmengine.registry import METRICS
 from torch.utils.data import DataLoader
 
 from mmslab.hooks import BNRecalibrationHook
@@ -16,17 +14,6 @@ from mmslab.layers import RepBN
 from .toy import Items, Toy, in_two_processes, runner
 
 AT_ZERO = dict(type='GammaDecayHook', T=0)
-
-
-@METRICS.register_module(name='_TestCollect', force=True)
-class Collect(BaseMetric):
-    """The mean output, so that a test sees which weights and statistics a validation used."""
-
-    def process(self, data_batch, data_samples):
-        self.results += [float(s.mean()) for s in data_samples]
-
-    def compute_metrics(self, results):
-        return dict(mean=float(np.mean(results)))
 
 
 def statistics(model):

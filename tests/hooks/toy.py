@@ -4,16 +4,18 @@ import os
 import socket
 import tempfile
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 from mmcv.cnn.bricks.drop import DropPath
 from mmengine.config import Config
+from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
-from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPERS
+from mmengine.registry import DATASETS, METRICS, MODELS, OPTIM_WRAPPERS
 from mmengine.runner import Runner
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
@@ -84,6 +86,17 @@ class Plain(Toy):
         super().__init__(norm=nn.LayerNorm)
 
 
+@METRICS.register_module(name='_TestCollect', force=True)
+class Collect(BaseMetric):
+    """The mean output, so that a test sees which weights and statistics a validation used."""
+
+    def process(self, data_batch, data_samples):
+        self.results += [float(s.mean()) for s in data_samples]
+
+    def compute_metrics(self, results):
+        return dict(mean=float(np.mean(results)))
+
+
 class StopAfter(Hook):
     """Interrupts a run as a power cut would, once a checkpoint of ``iteration`` is written."""
 
@@ -114,20 +127,25 @@ def runner(
     checkpoint_every=1,
     num_workers=0,
     shuffle=False,
+    dataset='_TestItems',
+    loader=None,
+    checkpoint=None,
+    seed=0,
 ):
     iters = epochs * items // batch_size
-    loader = dict(
+    train_loader = dict(
         batch_size=batch_size,
         num_workers=num_workers,
-        dataset=dict(type='_TestItems', number=items),
+        dataset=dict(type=dataset, number=items),
         sampler=dict(type='InfiniteSampler' if iter_based else 'DefaultSampler', shuffle=shuffle),
         collate_fn=dict(type='default_collate'),
     )
+    train_loader.update(loader or {})
     cfg = dict(
         default_scope='mmengine',
         model=model or dict(type='_TestToy'),
         work_dir=str(work_dir),
-        train_dataloader=loader,
+        train_dataloader=train_loader,
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=iters, val_interval=1000)
         if iter_based
         else dict(by_epoch=True, max_epochs=epochs, val_interval=1),
@@ -135,21 +153,22 @@ def runner(
             type=optim_type, accumulative_counts=accumulative, optimizer=dict(type='AdamW', lr=0.05, weight_decay=0.01)
         ),
         default_hooks=dict(
-            checkpoint=dict(
-                type='CheckpointHook', interval=checkpoint_every, by_epoch=not iter_based, max_keep_ckpts=-1
-            ),
+            checkpoint={
+                **dict(type='CheckpointHook', interval=checkpoint_every, by_epoch=not iter_based, max_keep_ckpts=-1),
+                **(checkpoint or {}),
+            },
             logger=dict(type='LoggerHook', interval=1, log_metric_by_epoch=not iter_based),
         ),
         log_processor=dict(by_epoch=not iter_based),
         custom_hooks=[*hooks, *([ema] if ema else [])],
         resume=resume,
         log_level='WARNING',
-        randomness=dict(seed=0),
+        randomness=dict(seed=seed),
         experiment_name=next(tempfile._get_candidate_names()),
     )
     if val:
         cfg.update(
-            val_dataloader={**loader, 'sampler': dict(type='DefaultSampler', shuffle=False)},
+            val_dataloader={**train_loader, 'sampler': dict(type='DefaultSampler', shuffle=False)},
             val_cfg=dict(),
             val_evaluator=dict(type='_TestCollect'),
         )
@@ -163,7 +182,7 @@ def runner(
                 broadcast_buffers=False,
             ),
         )
-    made = Runner.from_cfg(Config(cfg))
+    made = Runner.from_cfg(Config(cfg, format_python_code=False))  # yapf takes longer than the training
     for hook in extra:
         made.register_hook(hook)
     return made
