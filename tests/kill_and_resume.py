@@ -21,10 +21,8 @@ from typing import Any, Callable, List, Tuple
 import torch
 from mmengine.hooks import Hook
 
-import mmslab  # noqa: F401  (so that the server from which all runs are forked has it)
-
-FORKS = multiprocessing.get_context('forkserver')
-FORKS.set_forkserver_preload(['tests.kill_and_resume'])
+FORKS = multiprocessing.get_context('forkserver')  # all runs are forked from a process that has imported these
+FORKS.set_forkserver_preload(['mmslab.apis'])
 
 
 class Begun(Hook):
@@ -169,6 +167,7 @@ def train_config(work_dir: str, config: str, options: dict, begun: Hook) -> None
 def main() -> int:
     from mmengine.config import DictAction
 
+    FORKS.set_forkserver_preload(['mmslab.apis', 'mmdet.apis'])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('config')
     parser.add_argument('folder', type=Path)

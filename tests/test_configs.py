@@ -141,6 +141,11 @@ def test_every_detector_decays_no_norms_and_positions(path):
         HOOKS.build(hook)
 
 
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
+def test_every_training_resumes_exactly(path):
+    assert load(path).default_hooks.exact_resume == dict(type='ExactResumeHook')
+
+
 @pytest.mark.parametrize('path', [p for p in CONFIGS if p.parent.name == 'imagenet'], ids=lambda p: p.stem)
 def test_classifiers_follow_table_a1(path):
     cfg = load(path)

@@ -19,7 +19,7 @@ def parse_args() -> argparse.Namespace:
         '--resume',
         nargs='?',
         const='auto',
-        help='a checkpoint to resume from; without a value, the latest in the work dir',
+        help='a checkpoint to resume from; without a value, the latest whole one in the work dir',
     )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='config entries to replace, key=value')
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')

@@ -25,8 +25,9 @@ def set_random_states(states: States) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-    for i, state in enumerate(devices[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, i)
+    if devices:  # else the GPUs are not even counted
+        for i, state in enumerate(devices[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, i)
 
 
 def seed_random_states(*key: int) -> None:

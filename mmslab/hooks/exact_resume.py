@@ -53,9 +53,9 @@ class ExactResumeHook(Hook):
 
     What it cannot restore is what others keep to themselves: transforms with a generator or a cache of their own
     (``CachedMosaic``), hooks that do not put their state into the checkpoint (``EarlyStoppingHook``), GPU kernels
-    that add in any order. With another number of ranks, another batch size or other data a warning says what differs,
-    and the training goes on from the same share of the epoch. So it does, with a warning, from a checkpoint that was
-    written without this hook.
+    that add in any order. A validation that was cut off is not run again. With another number of ranks, another batch
+    size or other data a warning says what differs, and the training goes on from the same share of the epoch. So it
+    does, with a warning, from a checkpoint that was written without this hook.
 
     Raises:
         ValueError: Before training, for a loop other than mmengine's two, or data without places.

@@ -202,7 +202,7 @@ def runner(
                 broadcast_buffers=False,
             ),
         )
-    made = Runner.from_cfg(Config(cfg))
+    made = Runner.from_cfg(Config(cfg, format_python_code=False))  # yapf takes longer than the training
     for hook in extra:
         made.register_hook(hook)
     return made
