@@ -159,6 +159,9 @@ def train_config(work_dir: str, config: str, options: dict, begun: Hook) -> None
     from mmslab.apis import build_trainer
 
     launcher = 'pytorch' if torch.distributed.is_initialized() else 'none'
+    if launcher == 'pytorch':  # mmengine wraps a model for a GPU, unless told that there is none
+        wrapper = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
+        options = {'model_wrapper_cfg': wrapper, **options}
     runner = build_trainer(config, work_dir=work_dir, resume='auto', options=options, launcher=launcher)
     runner.register_hook(begun)
     runner.train()
