@@ -1,6 +1,6 @@
 """Attention: simplified linear (SLAB paper, Eq. 9), focused linear, and softmax, in windows or on a whole map.
 
-Every class is called in the same way by a backbone, ``attn(x, hw_shape=(h, w), mask=None)``, with ``x`` the
+Every class is called in the same way by a backbone, ``attn(x, hw_shape=(h, w), mask=None)`` (by keyword), with ``x`` the
 tokens of windows, ``(num_windows, h * w, C)``. A new attention type is a module with that call and the
 constructor arguments ``embed_dims, num_heads, window_size, qkv_bias, proj_drop``, registered in ``MODELS``;
 a backbone then takes its name as it takes ``'sla'``. Two backbones ask for more: PVT passes ``sr_ratio`` and
@@ -354,7 +354,8 @@ class _LinearAttention(_SelfAttention):
             for name, other in (('key', key), ('value', value)):
                 if other is not None and other is not query:
                     raise ValueError(
-                        f'{type(self).__name__} is self-attention, but {name} is not query. Use it as such.'
+                        f'{type(self).__name__} is self-attention, but {name} is not query. Use it as such, and pass hw_shape '
+                        'and mask by keyword.'
                     )
             for name, other in (('attn_mask', attn_mask), ('key_padding_mask', key_padding_mask)):
                 if other is not None:
