@@ -423,7 +423,7 @@ def test_a_checkpoint_with_code_needs_trust(tmp_path, capsys):
 def test_mmengine_reads_safely_once_told(tmp_path, monkeypatch):
     from mmengine.runner.checkpoint import CheckpointLoader
 
-    monkeypatch.setattr(CheckpointLoader, '_schemes', copy.copy(CheckpointLoader._schemes))
+    monkeypatch.setattr(CheckpointLoader, 'load_checkpoint', CheckpointLoader.__dict__['load_checkpoint'])  # put back
     path = saved(tmp_path, dict(state_dict=swin().state_dict(), meta=Harmful()))
     checkpoints.use_safe_loading()
     with pytest.raises(ValueError, match='--trust-checkpoint'):

@@ -9,7 +9,6 @@ import cv2
 import pytest
 import torch
 
-from mmslab import checkpoints
 from mmslab.apis import build_tester, build_trainer, infer
 from mmslab.data.shapes import make_shapes
 
@@ -102,7 +101,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(trained, monkeypatch, kind):
         build_trainer(CONFIG, work_dir='bad', resume='bad.pth')
     if kind == 'code':
         assert build_tester(CONFIG, 'bad.pth', work_dir='bad', trust_checkpoint=True)
-        checkpoints.use_safe_loading(False)
     if kind == 'foreign':
         torch.save(state, 'bare.pth')
         with pytest.raises(ValueError, match='--resume .*bare.pth.* holds weights alone'):

@@ -196,8 +196,8 @@ def test_a_difference_is_found_and_leaves_nothing(tmp_path, monkeypatch):
     weights, _ = trained(tmp_path, path)
     fold = convert.fold
 
-    def fold_wrongly(model):
-        folded = fold(model)
+    def fold_wrongly(model, **kwargs):
+        folded = fold(model, **kwargs)
         with torch.no_grad():
             folded.head.fc.bias[0] += 0.1
         return folded

@@ -56,8 +56,8 @@ def test_detectors_whose_heads_take_more_than_maps_or_whose_necks_take_few_sizes
 def test_a_wrong_fold_is_an_error_and_a_wrong_config_is_not_built(monkeypatch):
     fold = convert.fold
 
-    def fold_wrongly(model):
-        folded = fold(model)
+    def fold_wrongly(model, **kwargs):
+        folded = fold(model, **kwargs)
         folded.backbone.norm3.shift.data.add_(1.0)
         return folded
 
