@@ -8,6 +8,8 @@ from typing import Any, Callable, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
+from ..errors import reason
+
 RESAMPLES = 2000
 # Student's t: 97.5% quantiles for 1 to 30 degrees of freedom
 T_QUANTILES = (
@@ -112,12 +114,6 @@ def measure(
                 system[i, number] = after.ru_stime - before.ru_stime
             advance()
     return Measurement(seconds, faults, system)
-
-
-def reason(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f'{type(error).__name__}: {lines[0]}' if lines else type(error).__name__
 
 
 def statistics(seconds: np.ndarray) -> dict:

@@ -22,12 +22,12 @@ from .. import checkpoints
 from ..apis import check_checkpoint, check_device, load_config, without_init_cfg
 from ..backbones.base import SLABBackbone
 from ..deploy import fold
+from ..errors import reason
 from ..layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, set_gamma
 from ..layers.norm import TokenBN
 from ..versions import check_detection
 from .allocators import ALLOCATORS
 from .complexity import count, read_metafile
-from .latency import reason
 from .memory import peak_memory
 
 PathLike = Union[str, os.PathLike]
