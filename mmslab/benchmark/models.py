@@ -169,8 +169,9 @@ class Subject:
 
     ``image`` and ``padded`` are heights and widths; ``params`` counts those of what is measured, folded or not; ``flops``
     are multiply-adds of one image, None where ``notes`` says why; ``peak_memory`` is in bytes, see
-    :func:`mmslab.benchmark.memory.peak_memory`; ``group`` is one of :data:`GROUPS`; ``detections`` has their number in each
-    image; ``paper`` see :func:`paper_figures`; ``call`` is None for a model of another process.
+    :func:`mmslab.benchmark.memory.peak_memory`, None where it was not asked for; ``group`` is one of :data:`GROUPS`;
+    ``detections`` has their number in each image; ``paper`` see :func:`paper_figures`; ``call`` is None for a model of another
+    process.
     """
 
     name: str
@@ -180,7 +181,7 @@ class Subject:
     image: Tuple[int, int]
     padded: Tuple[int, int]
     params: int
-    peak_memory: int
+    peak_memory: Optional[int]
     call: Optional[Callable[[], Any]] = field(default=None, repr=False)
     flops: Optional[int] = None
     checkpoint: Optional[str] = None
@@ -278,6 +279,7 @@ def prepare(
     settings: Settings,
     checkpoint: Optional[PathLike] = None,
     scale: int = 1,
+    counts: bool = True,
 ) -> List[Subject]:
     """Builds the model of a config, and with ``settings.no_fold`` also its unfolded twin, and runs each once.
 
@@ -287,6 +289,8 @@ def prepare(
     Random weights are what training from scratch starts from, but with gamma 0, where the handover ends. With them a detector's
     score threshold is set to what the weakest of its ``max_per_img`` best boxes passes, so that each has the work of a full
     image; at the config's threshold a few boxes would be left, another number in each model, or none and the mask head idle.
+
+    Without ``counts``, FLOPs and memory are left out: counting them takes longer than a few rounds of timing do.
 
     Raises:
         ValueError: If the checkpoint is of another model, or if the model cannot take the image, the dtype or the device.
@@ -332,7 +336,7 @@ def prepare(
                 result = call()
             found = [len(r.pred_instances) for r in result] if whole else None
             del result
-            memory = peak_memory(call, device)
+            memory = peak_memory(call, device) if counts else None
             if settings.cuda_graph:
                 call = _graphed(call)
                 call()
@@ -341,7 +345,7 @@ def prepare(
         subjects.append(
             Subject(label, str(config), is_folded, kind, image, padded, params, memory, call, detections=found)
         )
-    flops, notes = _flops(name, model.to(device), kind, padded, settings)
+    flops, notes = _flops(name, model.to(device), kind, padded, settings) if counts else (None, [])
     paper = paper_figures(config)
     if settings.scope != 'model' or image != (DETECTION_SIZE if kind == 'detector' else CLASSIFICATION_SIZE):
         paper = {k: v for k, v in paper.items() if k in ('accuracy', 'metric')}  # the rest is of the whole model

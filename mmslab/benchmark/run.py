@@ -102,11 +102,15 @@ def measure_here(
     checkpoints: Optional[Sequence[PathLike]],
     trust_checkpoint: bool,
     step: Step,
+    part: Optional[str] = None,
 ) -> Tuple[List[Subject], Optional[Measurement]]:
     """Builds the models of ``configs``, which :func:`check_inputs` has ``read``, and measures them in this process.
 
+    Args:
+        part (str, optional): 'counts', FLOPs and memory alone; 'times', all but these. By default both.
+
     Returns:
-        tuple: Their rows, and what was measured of them; None if ``settings.mode`` is 'flops'.
+        tuple: Their rows, and what was measured of them; None if ``settings.mode`` is 'flops', or ``part`` is 'counts'.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -116,9 +120,9 @@ def measure_here(
         for i, cfg in enumerate(read):
             for scale in settings.scales:
                 saved = checkpoints[i] if checkpoints else None
-                subjects += prepare(names[i], configs[i], cfg, settings, saved, scale)
+                subjects += prepare(names[i], configs[i], cfg, settings, saved, scale, part != 'times')
                 advance()
-    if settings.mode == 'flops':
+    if settings.mode == 'flops' or part == 'counts':
         return subjects, None
     advance = _counter(step, 'measuring', len(subjects) * (settings.rounds + settings.warmup))
     timer = cuda_timer if settings.torch_device.type == 'cuda' else cpu_timer
@@ -134,31 +138,41 @@ def _in_processes(
     trust_checkpoint: bool,
     progress: Progress,
 ) -> List[Report]:
-    """A report for each settings, of which all but the allocator are the same."""
+    """A report for each settings, of which all but the allocator are the same.
+
+    Several processes leave FLOPs and memory to one more, before them: it makes them shorter, and all alike.
+    """
     total, cores = each[0].processes, cores_to_pin(each[0])
     threads = len(cores) if cores else each[0].threads
     environments = [environment(s.allocator, s.allocator and find_library(s.allocator), cores) for s in each]
+    several = total * len(each) > 1
+
+    def measured(name: str, settings: Settings, env: Dict[str, str], part: Optional[str]) -> Dict[str, Any]:
+        job = dict(
+            configs=[str(c) for c in configs],
+            settings=asdict(replace(settings, threads=threads)),
+            checkpoints=checkpoints and [str(c) for c in checkpoints],
+            trust_checkpoint=trust_checkpoint,
+            part=part,
+        )
+        return measure_in_process(job, env, cores, _bars(progress, f'{name}: ' if several else ''), name)
+
+    counted = measured('counting', each[0], environments[0], 'counts')['subjects'] if several else None
     done: List[List[Dict[str, Any]]] = [[] for _ in each]
     for number in range(1, total + 1):
         for settings, env, results in zip(each, environments, done):
             name = f'process {number} of {total}' + (f', {settings.allocator}' if settings.allocator else '')
-            job = dict(
-                configs=[str(c) for c in configs],
-                settings=asdict(replace(settings, threads=threads)),
-                checkpoints=checkpoints and [str(c) for c in checkpoints],
-                trust_checkpoint=trust_checkpoint,
-            )
-            step = _bars(progress, '' if total * len(each) == 1 else f'{name}: ')
-            results.append(measure_in_process(job, env, cores, step, name))
-    return [_report(settings, results, cores) for settings, results in zip(each, done)]
-
-
-def _report(settings: Settings, results: List[Dict[str, Any]], cores: Optional[List[int]]) -> Report:
-    """What the processes said, together. Rows and machine are the first one's: the others' are the same."""
-    subjects = [
-        Subject(**{**row, 'image': tuple(row['image']), 'padded': tuple(row['padded'])})
-        for row in results[0]['subjects']
+            results.append(measured(name, settings, env, 'times' if several else None))
+    return [
+        _report(settings, counted or results[0]['subjects'], results, cores) for settings, results in zip(each, done)
     ]
+
+
+def _report(
+    settings: Settings, rows: List[Dict[str, Any]], results: List[Dict[str, Any]], cores: Optional[List[int]]
+) -> Report:
+    """What the processes said, together. The machine is the first one's: the others' are the same."""
+    subjects = [Subject(**{**row, 'image': tuple(row['image']), 'padded': tuple(row['padded'])}) for row in rows]
     measured = [Measurement(**{k: np.array(v) for k, v in r['measurement'].items()}) for r in results]
     found = dict(
         results[0]['machine'], cores=len(allowed_cores()), pinned=cores

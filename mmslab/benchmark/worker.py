@@ -36,11 +36,13 @@ def work(job: Dict[str, Any], step: Step) -> Dict[str, Any]:
         )
     configs, checkpoints = job['configs'], job['checkpoints']
     read = check_inputs(configs, checkpoints, settings)
-    subjects, measurement = measure_here(configs, read, settings, checkpoints, job['trust_checkpoint'], step)
+    subjects, measured = measure_here(
+        configs, read, settings, checkpoints, job['trust_checkpoint'], step, job.get('part')
+    )
     names = [f.name for f in fields(Subject) if f.name != 'call']
     return dict(
         subjects=[{name: getattr(s, name) for name in names} for s in subjects],
-        measurement={f.name: getattr(measurement, f.name).tolist() for f in fields(measurement)},
+        measurement={f.name: getattr(measured, f.name).tolist() for f in fields(measured)} if measured else None,
         machine=machine(settings),
     )
 

@@ -81,7 +81,7 @@ def test_allocators_take_turns(monkeypatch):
     ran = []
 
     def measured(job, env, cores, step, name):
-        ran.append((job['settings']['allocator'], env.get('LD_PRELOAD'), name))
+        ran.append((job['settings']['allocator'], env.get('LD_PRELOAD'), name, job['part']))
         times = [[float(len(ran))] * 5]
         return dict(subjects=[], measurement=dict(seconds=times, faults=times, system_seconds=times), machine={})
 
@@ -94,13 +94,14 @@ def test_allocators_take_turns(monkeypatch):
         [CLASSIFIER], Settings(**SMALL, processes=2), ['glibc', 'jemalloc'], show_progress=False
     )
     assert ran == [
-        ('glibc', None, 'process 1 of 2, glibc'),
-        ('jemalloc', '/x/libjemalloc.so.2', 'process 1 of 2, jemalloc'),
-        ('glibc', None, 'process 2 of 2, glibc'),
-        ('jemalloc', '/x/libjemalloc.so.2', 'process 2 of 2, jemalloc'),
+        ('glibc', None, 'counting', 'counts'),
+        ('glibc', None, 'process 1 of 2, glibc', 'times'),
+        ('jemalloc', '/x/libjemalloc.so.2', 'process 1 of 2, jemalloc', 'times'),
+        ('glibc', None, 'process 2 of 2, glibc', 'times'),
+        ('jemalloc', '/x/libjemalloc.so.2', 'process 2 of 2, jemalloc', 'times'),
     ]
     assert [r.settings.allocator for r in reports] == ['glibc', 'jemalloc']
-    assert [[m.seconds[0, 0] for m in r.measured] for r in reports] == [[1, 3], [2, 4]]
+    assert [[m.seconds[0, 0] for m in r.measured] for r in reports] == [[2, 4], [3, 5]]
 
 
 @pytest.mark.parametrize(
