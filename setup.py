@@ -14,6 +14,7 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['mmslab', 'mmslab.*']),
+    entry_points=dict(console_scripts=['mmslab = mmslab.cli:main']),
     python_requires='>=3.9',
     # mmengine, mmcv and mmdet exist under two distribution names each, so they are checked at import, not listed here
     install_requires=['torch>=2.1', 'numpy', 'fvcore', 'pycocotools', 'rich', 'matplotlib'],

@@ -1,28 +1,6 @@
 """Writes weights of the SLAB authors, Microsoft or OpenMMLab under mmslab's key names."""
 
-import argparse
-
-from mmslab.checkpoints import HEADS, convert
-from mmslab.errors import input_errors
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('source', metavar='IN', help='checkpoint to read')
-    parser.add_argument('target', metavar='OUT', help='checkpoint to write')
-    parser.add_argument('--force', action='store_true', help='replace OUT if it exists')
-    parser.add_argument(
-        '--head',
-        choices=HEADS,
-        default='keep',
-        help='a classification head: keep its names, drop it, or '
-        "write the whole as mmpretrain's ImageClassifier has it",
-    )
-    parser.add_argument('--trust-checkpoint', action='store_true', help='unpickle a checkpoint that holds any object')
-    args = parser.parse_args()
-    with input_errors():
-        convert(args.source, args.target, trust=args.trust_checkpoint, force=args.force, head=args.head)
-
+from mmslab.cli.convert import main
 
 if __name__ == '__main__':
     main()

@@ -1,37 +1,6 @@
 """Folds the norms of a trained detector or classifier: writes its config and checkpoint in the inference form, checked."""
 
-import argparse
-
-from mmengine.config import DictAction
-from rich.console import Console
-
-from mmslab.deploy.compare import table
-from mmslab.deploy.convert import deploy
-from mmslab.errors import input_errors
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, trained until gamma is 0')
-    parser.add_argument('--out', required=True, metavar='DIR', help='folder for the folded config and checkpoint')
-    parser.add_argument('--force', action='store_true', help='replace an earlier folded config and checkpoint in DIR')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='config entries to replace, key=value')
-    parser.add_argument('--trust-checkpoint', action='store_true', help='unpickle a checkpoint that holds any object')
-    args = parser.parse_args()
-    with input_errors():
-        done = deploy(
-            args.config,
-            args.checkpoint,
-            args.out,
-            force=args.force,
-            options=args.cfg_options,
-            trust_checkpoint=args.trust_checkpoint,
-        )
-        console = Console()
-        console.print(table(done.differences))
-        console.print(f'{done.config}\n{done.checkpoint}', highlight=False, soft_wrap=True)
-
+from mmslab.cli.deploy import main
 
 if __name__ == '__main__':
     main()
