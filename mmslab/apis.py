@@ -9,6 +9,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 from . import checkpoints
+from .configs import find_config
 from .data.checks import check_datasets, check_writable
 from .data.classes import check_classes, check_trained_classes
 from .hooks import latest_checkpoint
@@ -20,20 +21,16 @@ PathLike = Union[str, os.PathLike]
 
 
 def load_config(config: PathLike, options: Optional[Dict[str, Any]] = None, launcher: str = 'none') -> Config:
-    """Reads a config file and merges ``options``, ``{'dotted.key': value}``, into it.
+    """Reads a config, by path or name, and merges ``options``, ``{'dotted.key': value}``, into it.
+
+    Its ``filename`` is the path where it was found.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it has not the name of a config file.
+        FileNotFoundError, ValueError: See :func:`mmslab.configs.find_config`.
     """
-    if not os.path.isfile(config):
-        raise FileNotFoundError(f'config {str(config)!r} does not exist. The configs are in configs/.')
-    if not str(config).endswith(('.py', '.yml', '.yaml', '.json')):
-        raise ValueError(
-            f'config {str(config)!r} is no config file (.py, .yml, .yaml or .json). The config comes first.'
-        )
+    path = find_config(config)
     try:
-        cfg = Config.fromfile(str(config))
+        cfg = Config.fromfile(path)
     except Exception:
         check_detection()  # a base of mmdet's that is not there has a clearer error
         raise
@@ -56,7 +53,7 @@ def build_trainer(
     """A runner ready to ``train()``; what it will read and write is checked before anything is built.
 
     Args:
-        config (str | Path): A config file.
+        config (str | Path): A config, by path or name, see :func:`mmslab.configs.find_config`.
         work_dir (str | Path, optional): For logs and checkpoints. Defaults to the config's, or work_dirs/<config>.
         amp (bool): Mixed precision, whatever the config says.
         auto_scale_lr (bool): Scale the learning rate to the number of GPUs times the batch size.
@@ -72,7 +69,7 @@ def build_trainer(
     """
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
-    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
+    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(cfg.filename).stem)
     if amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
@@ -136,7 +133,7 @@ def build_tester(
     """
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
-    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
+    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(cfg.filename).stem)
     if out is not None and not str(out).endswith(('.pkl', '.pickle')):
         raise ValueError(f'--out must name a .pkl file, but got {str(out)!r}.')
     if out is not None and os.path.exists(out):
