@@ -2,13 +2,14 @@
 
 import os
 from typing import Any, Dict, Optional, Union
+from urllib.parse import urlsplit
 
 import torch
 from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
-from .download import cached, download
+from .download import download
 from .reader import NotDenseError, NotPlainError, read
 from .releases import check_known
 
@@ -96,7 +97,7 @@ def _address(address: str) -> str:
         if 'mmlab' in scheme:
             name = mmengine_checkpoint.get_deprecated_model_names().get(name, name)
         url = lists[scheme]().get(name, '')
-    if not url.startswith(('http://', 'https://')) or not cached(url).name:
+    if not url.startswith(('http://', 'https://')) or not os.path.basename(urlsplit(url).path):
         known = 'is no name that mmengine knows' if scheme in lists else 'is no address that can be read safely'
         raise ValueError(f'checkpoint {address!r} {known}. Download the file yourself and give its path.')
     return url
