@@ -39,5 +39,5 @@ setup(
     entry_points=dict(console_scripts=['mmslab = mmslab.cli:main']),
     python_requires='>=3.9',
     # mmengine, mmcv and mmdet exist under two distribution names each, so they are checked at import, not listed here
-    install_requires=['torch>=2.1', 'numpy', 'fvcore', 'pycocotools', 'rich', 'matplotlib', 'tensorboard'],
+    install_requires=['torch>=2.1', 'numpy', 'filelock', 'fvcore', 'pycocotools', 'rich', 'matplotlib', 'tensorboard'],
 )

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import Any, Callable, Dict, Optional, Union
 
 import torch
 from mmengine.config import Config
@@ -87,13 +87,15 @@ def build_trainer(
     check_classes(cfg, ('train', 'val'))
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
-    _check_init_cfg(cfg.get('model'))
+    _check_init_cfg(cfg.get('model'), checkpoints.check_known)
     if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper' and not torch.cuda.is_available():
         raise ValueError(
             'mixed precision (--amp, or AmpOptimWrapper in the config) needs a GPU, and there is none. To train on a CPU use '
             '--cfg-options optim_wrapper.type=OptimWrapper.'
         )
     check_writable(cfg.work_dir, 'work_dir')
+    if not trust_checkpoint:  # which leaves some addresses to mmengine
+        _check_init_cfg(cfg.get('model'), checkpoints.locate)  # downloads
     content = None
     if cfg.get('load_from'):
         content = checkpoints.load_file(cfg.load_from, trust_checkpoint)
@@ -183,9 +185,8 @@ def check_mmdet(cfg: Config) -> None:
 
 
 def check_checkpoint(path: PathLike, name: str) -> None:
-    """Raises FileNotFoundError, calling it ``name``, if ``path`` is a local file that does not exist."""
-    if '://' not in str(path) and not os.path.isfile(path):
-        raise FileNotFoundError(f'{name} {str(path)!r} does not exist. Give the path of a .pth file.')
+    """Raises FileNotFoundError, calling it ``name``, unless ``path`` is a file, an address or a name of published weights."""
+    checkpoints.check_known(path, name)
 
 
 def _check_show(cfg: Config, show_dir: Optional[PathLike]) -> None:
@@ -213,15 +214,17 @@ def _init_cfgs(node: Any):
             yield from _init_cfgs(value)
 
 
-def _check_init_cfg(model: Any) -> None:
+def _check_init_cfg(model: Any, check: Callable[[str], Any]) -> None:
+    """Has ``check`` look at all pre-trained weights of a model's config; its OSErrors say what to set instead."""
     for node in _init_cfgs(model):
-        path = node['init_cfg']['checkpoint']
-        if '://' not in path and not os.path.isfile(path):
-            raise FileNotFoundError(
-                f'the pre-trained weights {path!r} of {node.get("type")} do not exist. Put them there, name another file '
-                'with --cfg-options model.backbone.init_cfg.checkpoint=FILE, or train from scratch with '
+        try:
+            check(node['init_cfg']['checkpoint'])
+        except OSError as e:
+            raise (FileNotFoundError if isinstance(e, FileNotFoundError) else OSError)(
+                f'pre-trained weights of {node.get("type")}: {e} Or name others with '
+                '--cfg-options model.backbone.init_cfg.checkpoint=FILE, or train from scratch with '
                 '--cfg-options model.backbone.init_cfg=None.'
-            )
+            ) from e
 
 
 def without_init_cfg(model: Any) -> None:
