@@ -1,5 +1,6 @@
 # make demo   trains, recalibrates, evaluates, draws, folds and times a small SLAB-Swin Mask R-CNN   (about 12 minutes on two cores)
 # make test   runs all tests
+# make docs   builds the documentation into site/
 # Each sets up what is missing: a virtual environment in .venv, the pinned requirements, mmcv's compiled ops.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c requirements/constraints.txt
@@ -31,4 +32,13 @@ $(READY): $(wildcard requirements/*.txt) setup.py
 	$(PIP) -r requirements/runtime.txt -r requirements/tests.txt
 	@echo "== 5/5 mmslab itself"
 	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# the site, into site/, by the default stack's environment; a link that leads nowhere fails it
+.PHONY: docs
+docs: .venv/.mmslab-docs-ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+
+.venv/.mmslab-docs-ready: $(READY) requirements/docs.txt
+	$(PIP) -r requirements/docs.txt
 	@touch $@
