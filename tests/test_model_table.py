@@ -82,7 +82,7 @@ def test_the_tool_prints_a_table(tmp_path):
     (tmp_path / 'metafile.yml').write_text(yaml.safe_dump(dict(Models=[entry])))
     (tmp_path / 'model-index.yml').write_text('Import: [metafile.yml]')
     tool = [sys.executable, str(ROOT / 'tools' / 'model_table.py')]
-    run = subprocess.run(tool, cwd=tmp_path, capture_output=True, text=True)
+    run = subprocess.run([*tool, '--index', 'model-index.yml'], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert 'mine' in run.stdout and '+129.1% !' in run.stdout and "1 rows more than 5% off the paper's" in run.stdout
     run = subprocess.run([*tool, '--only', 'none'], cwd=tmp_path, capture_output=True, text=True)

@@ -274,7 +274,6 @@ def test_a_detector_resumed_in_an_epoch(tmp_path, monkeypatch):
     """Mask R-CNN, whose samplers draw; flips in workers; a batch sampler of mmdet's that holds images back."""
     make_shapes(tmp_path / 'shapes', num_train=7, num_val=2, size=64, progress=False)
     monkeypatch.setenv('SHAPES_ROOT', str(tmp_path / 'shapes'))
-    monkeypatch.setattr(Config, 'pretty_text', '')  # yapf takes longer than the training
     config = ROOT / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 
     def train(name, resume=None):
