@@ -11,7 +11,7 @@ model = dict(
         norm_cfg=dict(type='PRepBN', gamma=0.0),
         norm_eval=True,
         drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_SWIN_T:checkpoints/slab_swin_tiny.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_SWIN_T:slab_swin_tiny}}'),
     ),
     neck=dict(in_channels=[96, 192, 384, 768]),
 )

@@ -5,6 +5,6 @@ model = dict(
     backbone=dict(
         arch='small',
         drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$PVT_S:checkpoints/pvt_small.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$PVT_S:pvt_small}}'),
     )
 )

@@ -5,6 +5,6 @@ model = dict(
     backbone=dict(
         arch='tiny',
         drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$PVT_T:checkpoints/pvt_tiny.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$PVT_T:pvt_tiny}}'),
     )
 )

@@ -8,6 +8,6 @@ model = dict(
         norm_cfg=dict(_delete_=True, type='PRepBN', ln_eps=1e-6, gamma=0.0),
         norm_eval=True,
         drop_path_rate=0.0,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$PVT_T_PREPBN:checkpoints/pvt_tiny_prepbn.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$PVT_T_PREPBN:pvt_tiny_prepbn}}'),
     )
 )

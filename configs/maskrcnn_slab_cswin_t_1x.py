@@ -10,7 +10,7 @@ model = dict(
         norm_cfg=dict(type='PRepBN', gamma=0.0),
         norm_eval=True,
         drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_CSWIN_T:checkpoints/slab_cswin_tiny.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_CSWIN_T:slab_cswin_tiny}}'),
     ),
     neck=dict(in_channels=[64, 128, 256, 512]),
 )

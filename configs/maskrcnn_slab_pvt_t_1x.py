@@ -2,5 +2,5 @@
 _base_ = './maskrcnn_pvt_t_prepbn_1x.py'
 
 model = dict(
-    backbone=dict(attn='sla', init_cfg=dict(checkpoint='{{$SLAB_PVT_T:checkpoints/slab_pvt_tiny.pth}}')),
+    backbone=dict(attn='sla', init_cfg=dict(checkpoint='{{$SLAB_PVT_T:slab_pvt_tiny}}')),
 )

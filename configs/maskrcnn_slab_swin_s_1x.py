@@ -6,6 +6,6 @@ model = dict(
     backbone=dict(
         arch='small',
         drop_path_rate=0.2,
-        init_cfg=dict(checkpoint='{{$SLAB_SWIN_S:checkpoints/slab_swin_small.pth}}'),
+        init_cfg=dict(checkpoint='{{$SLAB_SWIN_S:slab_swin_small}}'),
     )
 )

@@ -6,6 +6,6 @@ model = dict(
     backbone=dict(
         attn=('sla', 'sla', 'softmax', 'softmax'),
         window_sizes=(56, 28, 7, 7),
-        init_cfg=dict(checkpoint='{{$SLAB_SWIN_T:checkpoints/slab_swin_tiny.pth}}'),
+        init_cfg=dict(checkpoint='{{$SLAB_SWIN_T:slab_swin_tiny}}'),
     )
 )

@@ -6,7 +6,7 @@ model = dict(
     backbone=dict(
         norm_cfg=dict(gamma=1.0),
         norm_eval=False,
-        init_cfg=dict(checkpoint='{{$SWIN_T:checkpoints/swin_tiny_patch4_window7_224.pth}}'),
+        init_cfg=dict(checkpoint='{{$SWIN_T:swin_tiny_patch4_window7_224}}'),
     )
 )
 custom_hooks = [

@@ -5,6 +5,6 @@ model = dict(
     backbone=dict(
         arch='small',
         drop_path_rate=0.2,
-        init_cfg=dict(checkpoint='{{$SWIN_S:checkpoints/swin_small_patch4_window7_224.pth}}'),
+        init_cfg=dict(checkpoint='{{$SWIN_S:swin_small_patch4_window7_224}}'),
     )
 )

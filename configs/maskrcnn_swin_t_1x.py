@@ -5,6 +5,6 @@ model = dict(
     backbone=dict(
         norm_cfg=dict(type='LN'),
         drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$SWIN_T:checkpoints/swin_tiny_patch4_window7_224.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$SWIN_T:swin_tiny_patch4_window7_224}}'),
     )
 )

@@ -7,6 +7,6 @@ model = dict(
         norm_cfg=dict(type='PRepBN', gamma=0.0),
         norm_eval=True,
         drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='{{$SWIN_T_PREPBN:checkpoints/swin_tiny_prepbn.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$SWIN_T_PREPBN:swin_tiny_prepbn}}'),
     )
 )

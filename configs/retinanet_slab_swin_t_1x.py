@@ -12,7 +12,7 @@ model = dict(
         norm_eval=True,
         drop_path_rate=0.1,
         out_indices=(1, 2, 3),
-        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_SWIN_T:checkpoints/slab_swin_tiny.pth}}'),
+        init_cfg=dict(type='Pretrained', checkpoint='{{$SLAB_SWIN_T:slab_swin_tiny}}'),
     ),
     neck=dict(in_channels=[192, 384, 768], start_level=0),
 )

@@ -1,10 +1,27 @@
 """mmslab: the efficient backbones of the SLAB paper for OpenMMLab. Importing it registers all its names."""
 
+import sys
+from pathlib import Path
+
 from .version import __version__
-from .versions import check_versions
 
-check_versions()
+__all__ = ['__version__', 'backbones', 'find_config', 'hooks', 'layers', 'necks']
 
-from . import backbones, hooks, layers, necks  # noqa: E402  (after the check: they import mmcv and mmengine)
 
-__all__ = ['__version__', 'backbones', 'hooks', 'layers', 'necks']
+def _is_doctor() -> bool:
+    """Whether this program is ``mmslab doctor``, ``python -m mmslab doctor``, or the process that it tries imports in."""
+    program = getattr(sys, 'orig_argv', sys.argv)[-len(sys.argv) :][
+        0
+    ]  # while a package is imported, -m has hidden its name
+    return program == 'mmslab.probe' or (Path(program).stem == 'mmslab' and sys.argv[1:2] == ['doctor'])
+
+
+if not _is_doctor():  # which says what keeps the rest from being imported
+    from .versions import check_versions
+
+    check_versions()
+
+    from . import backbones, hooks, layers, necks
+    from .configs import find_config, register_configs
+
+    register_configs()

@@ -2,13 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import Any, Callable, Dict, Optional, Union
 
 import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 
 from . import checkpoints
+from .configs import find_config
 from .data.checks import check_datasets, check_writable
 from .data.classes import check_classes, check_trained_classes
 from .hooks import latest_checkpoint
@@ -20,20 +21,16 @@ PathLike = Union[str, os.PathLike]
 
 
 def load_config(config: PathLike, options: Optional[Dict[str, Any]] = None, launcher: str = 'none') -> Config:
-    """Reads a config file and merges ``options``, ``{'dotted.key': value}``, into it.
+    """Reads a config, by path or name, and merges ``options``, ``{'dotted.key': value}``, into it.
+
+    Its ``filename`` is the path where it was found.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it has not the name of a config file.
+        FileNotFoundError, ValueError: See :func:`mmslab.configs.find_config`.
     """
-    if not os.path.isfile(config):
-        raise FileNotFoundError(f'config {str(config)!r} does not exist. The configs are in configs/.')
-    if not str(config).endswith(('.py', '.yml', '.yaml', '.json')):
-        raise ValueError(
-            f'config {str(config)!r} is no config file (.py, .yml, .yaml or .json). The config comes first.'
-        )
+    path = find_config(config)
     try:
-        cfg = Config.fromfile(str(config))
+        cfg = Config.fromfile(path)
     except Exception:
         check_detection()  # a base of mmdet's that is not there has a clearer error
         raise
@@ -56,7 +53,7 @@ def build_trainer(
     """A runner ready to ``train()``; what it will read and write is checked before anything is built.
 
     Args:
-        config (str | Path): A config file.
+        config (str | Path): A config, by path or name, see :func:`mmslab.configs.find_config`.
         work_dir (str | Path, optional): For logs and checkpoints. Defaults to the config's, or work_dirs/<config>.
         amp (bool): Mixed precision, whatever the config says.
         auto_scale_lr (bool): Scale the learning rate to the number of GPUs times the batch size.
@@ -72,7 +69,7 @@ def build_trainer(
     """
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
-    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
+    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(cfg.filename).stem)
     if amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
@@ -90,13 +87,15 @@ def build_trainer(
     check_classes(cfg, ('train', 'val'))
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, '--resume' if cfg.get('resume') else 'load_from')
-    _check_init_cfg(cfg.get('model'))
+    _check_init_cfg(cfg.get('model'), checkpoints.check_known)
     if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper' and not torch.cuda.is_available():
         raise ValueError(
             'mixed precision (--amp, or AmpOptimWrapper in the config) needs a GPU, and there is none. To train on a CPU use '
             '--cfg-options optim_wrapper.type=OptimWrapper.'
         )
     check_writable(cfg.work_dir, 'work_dir')
+    if not trust_checkpoint:  # which leaves some addresses to mmengine
+        _check_init_cfg(cfg.get('model'), checkpoints.locate)  # downloads
     content = None
     if cfg.get('load_from'):
         content = checkpoints.load_file(cfg.load_from, trust_checkpoint)
@@ -136,7 +135,7 @@ def build_tester(
     """
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
-    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
+    cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(cfg.filename).stem)
     if out is not None and not str(out).endswith(('.pkl', '.pickle')):
         raise ValueError(f'--out must name a .pkl file, but got {str(out)!r}.')
     if out is not None and os.path.exists(out):
@@ -188,9 +187,8 @@ def check_mmdet(cfg: Config) -> None:
 
 
 def check_checkpoint(path: PathLike, name: str) -> None:
-    """Raises FileNotFoundError, calling it ``name``, if ``path`` is a local file that does not exist."""
-    if '://' not in str(path) and not os.path.isfile(path):
-        raise FileNotFoundError(f'{name} {str(path)!r} does not exist. Give the path of a .pth file.')
+    """Raises FileNotFoundError, calling it ``name``, unless ``path`` is a file, an address or a name of published weights."""
+    checkpoints.check_known(path, name)
 
 
 def _check_show(cfg: Config, show_dir: Optional[PathLike]) -> None:
@@ -218,15 +216,17 @@ def _init_cfgs(node: Any):
             yield from _init_cfgs(value)
 
 
-def _check_init_cfg(model: Any) -> None:
+def _check_init_cfg(model: Any, check: Callable[[str], Any]) -> None:
+    """Has ``check`` look at all pre-trained weights of a model's config; its OSErrors say what to set instead."""
     for node in _init_cfgs(model):
-        path = node['init_cfg']['checkpoint']
-        if '://' not in path and not os.path.isfile(path):
-            raise FileNotFoundError(
-                f'the pre-trained weights {path!r} of {node.get("type")} do not exist. Put them there, name another file '
-                'with --cfg-options model.backbone.init_cfg.checkpoint=FILE, or train from scratch with '
+        try:
+            check(node['init_cfg']['checkpoint'])
+        except OSError as e:
+            raise (FileNotFoundError if isinstance(e, FileNotFoundError) else OSError)(
+                f'pre-trained weights of {node.get("type")}: {e} Or name others with '
+                '--cfg-options model.backbone.init_cfg.checkpoint=FILE, or train from scratch with '
                 '--cfg-options model.backbone.init_cfg=None.'
-            )
+            ) from e
 
 
 def without_init_cfg(model: Any) -> None:

@@ -17,6 +17,7 @@ from .benchmark.models import Settings
 from .benchmark.report import machine_line
 from .benchmark.report import table as report_table
 from .benchmark.run import run
+from .configs import find_config
 from .data.checks import check_writable
 from .data.shapes import make_shapes
 from .deploy.compare import table as differences_table
@@ -25,7 +26,7 @@ from .infer import infer
 from .layers.norm import prepbn_modules
 from .plots import draw_curves, draw_sheet, read_scalars
 
-CONFIG = Path(__file__).resolve().parent.parent / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
+CONFIG = Path(find_config('demo/maskrcnn_slab_swin_shapes'))
 METRICS = {
     'box AP': 'coco/bbox_mAP',
     'box AP50': 'coco/bbox_mAP_50',

@@ -1,4 +1,4 @@
-"""mmengine's runner with checkpoints that are read as data."""
+"""mmengine's runner with checkpoints that are read as data, and a config whose text is made once."""
 
 import logging
 from pathlib import Path
@@ -9,6 +9,27 @@ from mmengine.logging import print_log
 from mmengine.runner import Runner
 
 from .checkpoints import use_safe_loading
+
+
+class TextOnce(Config):
+    """A config that keeps its text until it changes.
+
+    mmengine asks for the text several times at each start and again with each checkpoint, and yapf takes about a second for it.
+    """
+
+    @classmethod
+    def of(cls, cfg: Config) -> 'TextOnce':
+        """``cfg`` itself, which shares its entries, as one of this kind."""
+        made = cls.__new__(cls)
+        made.__dict__.update(cfg.__dict__)
+        return made
+
+    @property
+    def pretty_text(self) -> str:
+        entries = repr(self.to_dict())
+        if self.__dict__.get('_pretty_of') != entries:
+            self.__dict__.update(_pretty_of=entries, _pretty=Config.pretty_text.fget(self))
+        return self.__dict__['_pretty']
 
 
 class SafeRunner(Runner):
@@ -27,7 +48,7 @@ class SafeRunner(Runner):
     def build(cls, cfg: Config, trust_checkpoint: bool = False) -> 'SafeRunner':
         """``Runner.from_cfg``, with what the command line said of checkpoints."""
         with use_safe_loading(trust_checkpoint):
-            runner = cls.from_cfg(cfg)
+            runner = cls.from_cfg(TextOnce.of(cfg))
         runner.trust_checkpoint = trust_checkpoint
         return runner
 

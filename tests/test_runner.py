@@ -1,12 +1,15 @@
 """A checkpoint of data alone, resumed from: what mmengine would do at its word."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.registry import METRICS, MODELS
 
-from mmslab.runner import SafeRunner
+from mmslab.runner import SafeRunner, TextOnce
 
 from .hooks import toy  # noqa: F401  (registers its data and model)
 
@@ -95,3 +98,16 @@ def test_checkpoints_of_the_run_itself_are_still_replaced(armed):
     assert known['best_ckpt'] == str(best) and known['keep_ckpt_ids'] == [2] and known['last_ckpt'].endswith('2.pth')
     SafeRunner.build(resumed).train()
     assert not (armed / 'out' / '2.pth').exists() and (armed / 'out' / '3.pth').exists()
+
+
+def test_the_text_of_a_config_is_made_once(monkeypatch, tmp_path):
+    made = []
+    text = Config.pretty_text.fget
+    monkeypatch.setattr(Config, 'pretty_text', property(lambda self: made.append(self) or text(self)))
+    cfg = TextOnce.of(Config(dict(a=1, b=dict(c=[2, 3]))))
+    assert cfg.pretty_text == cfg.pretty_text == text(Config(dict(a=1, b=dict(c=[2, 3])))) and len(made) == 1
+    cfg.b.c.append(4)
+    cfg.dump(tmp_path / 'written.py')
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(cfg)))
+    assert Config.fromfile(tmp_path / 'written.py').b.c == copied.b.c == [2, 3, 4]
+    assert copied.pretty_text == cfg.pretty_text and len(made) <= 3

@@ -86,7 +86,7 @@ def test_setup_claims_what_is_tested():
         lowest, below = re.search(rf"'{name}>=([\d.]+),<([\d.]+)'", said).groups()
         major, minor = new[name].split('.')[:2]
         assert lowest == old[name] and below == f'{major}.{int(minor) + 1}'
-    for name in ('fvcore', 'pycocotools', 'rich', 'matplotlib'):
+    for name in ('filelock', 'fvcore', 'matplotlib', 'pycocotools', 'rich', 'tensorboard'):
         assert re.search(rf"'{name}>=([\w.]+)'", said)[1] == old[name]
     for lowest, below, maintained, original in {**REQUIRED, **DETECTION}.values():
         assert old[original] == lowest

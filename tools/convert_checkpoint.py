@@ -1,4 +1,4 @@
-"""Writes weights of the SLAB authors, Microsoft or OpenMMLab under mmslab's key names."""
+"""Writes weights that others published under mmslab's key names."""
 
 from mmslab.cli.convert import main
 

@@ -7,12 +7,13 @@ from rich.progress import track
 from rich.table import Table
 
 from mmslab.benchmark.complexity import rows
+from mmslab.configs import INDEX
 from mmslab.errors import input_errors
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument('--index', default='model-index.yml', help='file that lists the models')
+    parser.add_argument('--index', default=INDEX, help='file that lists the models')
     parser.add_argument(
         '--image', type=int, nargs=2, default=(800, 1333), help="height and width for detectors' backbones"
     )

@@ -45,7 +45,10 @@ class SLABDeiT(SLABBackbone):
             from at any other. Defaults to 224.
         attn (str | dict): 'sla' (Eq. 9), 'focused', 'softmax', or the name or config of a registered attention.
             Only softmax attention has a class token.
-        out_type (str): 'featmap' (default), the map without the class token; 'avg_featmap', its mean; 'cls_token'.
+        out_type (str): 'featmap' (default), the map without the class token; 'avg_featmap', its mean; 'cls_token', and after
+            it the distillation token if there is one, as mmpretrain's ``DeiTClsHead`` takes the two.
+        distilled (bool): Whether there is a distillation token beside the class token, as distilled weights have it (Touvron
+            et al. 2021, Sec. 4). Defaults to False.
         mlp_ratio (float): Hidden over embedding dimensions of the MLP. Defaults to 4.
         qkv_bias (bool): Whether q, k and v have a bias. Defaults to True.
         drop_rate (float): Dropout rate after position embeddings, projections and MLP layers. Defaults to 0.
@@ -62,11 +65,12 @@ class SLABDeiT(SLABBackbone):
 
     Shape:
         Images ``(B, in_channels, H, W)`` of any size from one patch, to a tuple with one tensor:
-        ``(B, embed_dims, ceil(H / 16), ceil(W / 16))``, or ``(B, embed_dims)`` for the other out types.
+        ``(B, embed_dims, ceil(H / 16), ceil(W / 16))``, or ``(B, embed_dims)`` for the other out types; to a tuple with a
+        pair of these for 'cls_token' where it is ``distilled``.
 
     Raises:
         ValueError: For an unknown arch, attention, norm or out type, heads that do not divide the channels, the
-            class token of an attention that has none, a pre-training size or an image smaller than one patch.
+            class or distillation token of an attention that has none, a pre-training size or an image smaller than one patch.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class SLABDeiT(SLABBackbone):
         with_cp: bool = False,
         deploy: bool = False,
         init_cfg: Optional[dict] = None,
+        distilled: bool = False,
     ) -> None:
         arch = resolve_arch(arch, ARCHS, 'SLABDeiT')
         dims, heads = arch['embed_dims'], arch['num_heads']
@@ -128,17 +133,23 @@ class SLABDeiT(SLABBackbone):
                 f"out_type='cls_token' needs attention with a class token, but attn={attn!r} has none. Use "
                 "out_type='avg_featmap', as the authors do, or attn='softmax'."
             )
-        pos_embed = PositionEmbedding(dims, (side, side), with_cls_token, drop_rate)
+        if distilled and not with_cls_token:
+            raise ValueError(
+                f'distilled=True needs attention with a class token, but attn={attn!r} has none. Leave it out, or use '
+                "attn='softmax'."
+            )
+        self.distilled = distilled
+        pos_embed = PositionEmbedding(dims, (side, side), with_cls_token, drop_rate, with_dist_token=distilled)
         self.layers = nn.ModuleList([Stage(blocks, pos_embed=pos_embed)])
         self.finish(out_norm_cfg, [dims])
 
-    def forward(self, x: Tensor) -> Tuple[Tensor]:
+    def forward(self, x: Tensor) -> Tuple[Union[Tensor, Tuple[Tensor, Tensor]]]:
         x = self.patch_embed(x)
         B, H, W, C = x.shape
         x = self.norm0(self.run_stage(self.layers[0], x)).reshape(B, -1, C)
-        cls_token, tokens = x.tensor_split([x.shape[1] - H * W], dim=1)
+        beside, tokens = x.tensor_split([x.shape[1] - H * W], dim=1)
         if self.out_type == 'cls_token':
-            return (cls_token[:, 0],)
+            return (beside.unbind(1) if self.distilled else beside[:, 0],)
         if self.out_type == 'avg_featmap':
             return (tokens.mean(dim=1),)
         return (tokens.transpose(1, 2).reshape(B, C, H, W).contiguous(),)

@@ -13,6 +13,8 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
+from ..configs import INDEX
+
 FLOPS_KEY = 'GFLOPs (paper)'
 TOLERANCE = 0.05  # the paper rounds to one digit, which alone is up to 4.5%
 
@@ -41,7 +43,7 @@ class Row:
         return self.off is not None and abs(self.off) > TOLERANCE
 
 
-def read_metafile(index: Union[str, os.PathLike] = 'model-index.yml') -> List[dict]:
+def read_metafile(index: Union[str, os.PathLike] = INDEX) -> List[dict]:
     """The models that a ``model-index.yml`` names.
 
     Raises:
@@ -49,9 +51,7 @@ def read_metafile(index: Union[str, os.PathLike] = 'model-index.yml') -> List[di
     """
     index = Path(index)
     if not index.is_file():
-        raise FileNotFoundError(
-            f'index {str(index)!r} does not exist. Run this in the folder that has model-index.yml.'
-        )
+        raise FileNotFoundError(f'index {str(index)!r} does not exist. Leave it out for that of this package.')
     models: List[dict] = []
     for name in yaml.safe_load(index.read_text())['Import']:
         models += yaml.safe_load((index.parent / name).read_text())['Models']
@@ -75,7 +75,7 @@ def count(model: nn.Module, image: Union[Tuple[int, int, int], Tensor]) -> Tuple
 
 
 def rows(
-    index: Union[str, os.PathLike] = 'model-index.yml',
+    index: Union[str, os.PathLike] = INDEX,
     image: Tuple[int, int] = (800, 1333),
     only: str = '',
 ) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib.util
 import logging
 import os
 import warnings
@@ -21,6 +20,7 @@ from mmengine.registry import MODELS, init_default_scope
 from .. import checkpoints
 from ..apis import check_checkpoint, check_device, load_config, without_init_cfg
 from ..backbones.base import SLABBackbone
+from ..configs import INDEX, SUFFIXES, find_config
 from ..deploy import fold
 from ..errors import reason
 from ..layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, set_gamma
@@ -49,7 +49,6 @@ PAPER_PROTOCOL = dict(
     channels_last=False,
 )
 DETECTION_SIZE, CLASSIFICATION_SIZE = (800, 1333), (224, 224)
-INDEX = Path(__file__).resolve().parents[2] / 'model-index.yml'
 PAPER_KEYS = {'latency': 'Latency on a V100 in ms (paper)', 'throughput': 'Images/s on a V100 (paper)'}
 ACCURACIES = ('box AP', 'Top 1 Accuracy')
 GROUPS = ('SLAB: SLA and PRepBN', 'SLA', 'focused linear attention', 'PRepBN', 'BatchNorm', 'LayerNorm', 'other')
@@ -199,7 +198,7 @@ def check_inputs(configs: Sequence[PathLike], saved: Optional[Sequence[PathLike]
         ValueError: If there are no configs, as many checkpoints as configs are not given, or a config has no such model.
     """
     if not configs:
-        raise ValueError('no config given. The configs are in configs/.')
+        raise ValueError('no config given. Give a file, or a name as maskrcnn_slab_swin_t_1x.')
     if saved and len(saved) != len(configs):
         raise ValueError(
             f'--checkpoint must name one file for each config, in their order, but got {len(saved)} for {len(configs)} configs.'
@@ -221,24 +220,14 @@ def check_inputs(configs: Sequence[PathLike], saved: Optional[Sequence[PathLike]
 
 
 def read_config(config: PathLike) -> Config:
-    """A config by its path, or by ``package::path`` one that an installed OpenMMLab package brings along.
+    """A config by its path or name, see :func:`mmslab.configs.find_config`.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the package is not installed, or the config has no model with a backbone.
+        FileNotFoundError, ValueError: If there is none, or it has no model with a backbone.
     """
-    path = str(config)
-    if '::' in path:
-        package, _, inside = path.partition('::')
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f'config {path!r}: no package {package!r} is installed. Install it, or give a file.')
-        path = str(Path(spec.submodule_search_locations[0]) / '.mim' / 'configs' / inside)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f'config {str(config)!r} does not exist: {package} has no configs/{inside}.')
-    cfg = load_config(path)
+    cfg = load_config(config)
     if not cfg.get('model', {}).get('backbone'):
-        raise ValueError(f'config {str(config)!r} has no model with a backbone. The configs are in configs/.')
+        raise ValueError(f'config {str(config)!r} has no model with a backbone. Give one of a detector or classifier.')
     return cfg
 
 
@@ -247,10 +236,11 @@ def paper_figures(config: PathLike, index: PathLike = INDEX) -> Dict[str, Any]:
 
     Keys without a figure are left out; a config that ``index`` does not name has none.
     """
-    if '::' in str(config) or not Path(index).is_file():
+    if not Path(index).is_file():
         return {}
+    path = Path(find_config(config)).resolve()
     for entry in read_metafile(index):
-        if (Path(index).parent / entry['Config']).resolve() != Path(config).resolve():
+        if (Path(index).parent / entry['Config']).resolve() != path:
             continue
         metadata = entry.get('Metadata', {})
         found = {k: metadata[name] for k, name in PAPER_KEYS.items() if name in metadata}
@@ -265,9 +255,10 @@ def paper_figures(config: PathLike, index: PathLike = INDEX) -> Dict[str, Any]:
 
 def names_of(configs: Sequence[PathLike]) -> List[str]:
     """A name for each config: its file's without the ending, longer or with a number where that is not one of a kind."""
-    stems = [Path(str(c).replace('::', '/')) for c in configs]
+    paths = [Path(str(c).replace('::', '/')) for c in configs]
+    paths = [p.with_suffix('') if p.suffix in SUFFIXES else p for p in paths]
     names = [
-        p.stem if sum(q.stem == p.stem for q in stems) == 1 else f'{p.parent.name}/{p.stem}'.strip('/') for p in stems
+        p.name if sum(q.name == p.name for q in paths) == 1 else f'{p.parent.name}/{p.name}'.strip('/') for p in paths
     ]
     return [n if names.count(n) == 1 else f'{n} #{names[: i + 1].count(n)}' for i, n in enumerate(names)]
 

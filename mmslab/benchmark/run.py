@@ -34,7 +34,7 @@ def run(
     With ``settings.processes`` that is done in each of so many fresh processes, else in this one.
 
     Args:
-        configs (sequence[str | Path]): Config files, or ``package::path`` of an installed OpenMMLab package.
+        configs (sequence[str | Path]): Configs, by path or name.
         settings (Settings): What to measure, and how.
         checkpoints (sequence[str | Path], optional): One for each config, in their order. By default random weights.
         json (str | Path, optional): A .json file to write, with each round's time.

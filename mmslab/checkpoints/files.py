@@ -1,7 +1,6 @@
 """Reading checkpoint files: nothing that a file brings is run."""
 
 import os
-from pathlib import Path
 from typing import Any, Dict, Optional, Union
 from urllib.parse import urlsplit
 
@@ -10,11 +9,14 @@ from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
+from .download import download
 from .reader import NotDenseError, NotPlainError, read
+from .releases import check_known
 
 StateDict = Dict[str, Tensor]
 _ORIGINAL = CheckpointLoader.__dict__['load_checkpoint']  # the one way to all of mmengine's loaders
 _trusting = False  # what a command line said of the checkpoints that it reads, see use_safe_loading
+_CONTAINERS = ('state_dict', 'model', 'state_dict_ema')
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8) + (
     torch.int8,
     torch.int16,
@@ -27,24 +29,21 @@ def load_file(path: Union[str, os.PathLike], trust: Optional[bool] = None) -> An
     """Reads a file that ``torch.save`` wrote, onto the CPU.
 
     Args:
-        path (str | Path): A local file; an http(s) address, which is downloaded to torch's cache; or a name in one of mmengine's
-            lists of addresses (``torchvision://resnet50``, ``open-mmlab://...``, ``mmcls://...``).
+        path (str | Path): What :func:`locate` takes: a local file, a name of published weights, or an address.
         trust (bool, optional): False accepts tensors, NumPy arrays of numbers, mmengine's HistoryBuffers and plain containers,
             and runs nothing, see :mod:`mmslab.checkpoints.reader`. True unpickles anything, so the file can run any code: only
             for files that you trust; addresses that mmengine alone can read (``s3://``, ...) are then left to it. By default
             what :func:`use_safe_loading` was told, else False.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If there is no such file, and no such name.
         OSError: If it cannot be downloaded.
         ValueError: If it is damaged, no checkpoint, needs ``trust``, or is at another kind of address.
     """
     path, trust = str(path), _trusting if trust is None else trust
     if trust and '://' in path and not path.startswith(('http://', 'https://')):
         return _ORIGINAL.__get__(None, CheckpointLoader)(path, map_location='cpu')
-    local = os.path.expanduser(path) if '://' not in path else _download(path)
-    if not os.path.isfile(local):
-        raise FileNotFoundError(f'checkpoint {local!r} does not exist. Give the path of a .pth file.')
+    local = locate(path)
     try:
         if trust:
             return torch.load(local, map_location='cpu', weights_only=False)
@@ -59,12 +58,32 @@ def load_file(path: Union[str, os.PathLike], trust: Optional[bool] = None) -> An
     except Exception as e:  # a bad file raises any of a dozen types
         raise ValueError(
             f'checkpoint {local!r} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}). '
-            'It is truncated, corrupted, or no PyTorch checkpoint; download or write it again.'
+            'It is truncated, corrupted, or no PyTorch checkpoint; remove it, and download or write it again.'
         ) from e
 
 
-def _download(address: str) -> str:
-    """The local copy of ``address``, in torch's cache."""
+def locate(checkpoint: Union[str, os.PathLike]) -> str:
+    """The local file that ``checkpoint`` stands for; what is not here yet is downloaded, see :func:`~.download.download`.
+
+    Args:
+        checkpoint (str | Path): A local file; a name of :data:`~.releases.RELEASES`, as ``'slab_swin_tiny'``, unless there is a
+            file of that name; an http(s) address; or a name in one of mmengine's lists of addresses
+            (``torchvision://resnet50``, ``open-mmlab://...``, ``mmcls://...``).
+
+    Raises:
+        FileNotFoundError: If there is no such file and no such name; it says which names are near.
+        OSError: If it cannot be downloaded.
+        ValueError: If it is at another kind of address.
+    """
+    path = str(checkpoint)
+    release = check_known(path)
+    if release is not None:
+        return str(download(release.address, path))
+    return str(download(_address(path), path)) if '://' in path else os.path.expanduser(path)
+
+
+def _address(address: str) -> str:
+    """The http(s) address that ``address`` is, or stands for in one of mmengine's lists."""
     scheme, _, name = address.partition('://')
     lists = {
         'torchvision': mmengine_checkpoint.get_torchvision_models,
@@ -78,18 +97,10 @@ def _download(address: str) -> str:
         if 'mmlab' in scheme:
             name = mmengine_checkpoint.get_deprecated_model_names().get(name, name)
         url = lists[scheme]().get(name, '')
-    file = os.path.basename(urlsplit(url).path)
-    if not url.startswith(('http://', 'https://')) or not file:
+    if not url.startswith(('http://', 'https://')) or not os.path.basename(urlsplit(url).path):
         known = 'is no name that mmengine knows' if scheme in lists else 'is no address that can be read safely'
         raise ValueError(f'checkpoint {address!r} {known}. Download the file yourself and give its path.')
-    cached = Path(torch.hub.get_dir()) / 'checkpoints' / file
-    if not cached.exists():
-        try:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(cached))  # which gives the file its name once it is whole
-        except (OSError, ValueError) as e:
-            raise OSError(f'checkpoint {url!r} cannot be downloaded ({e}). Download it and give its path.') from e
-    return str(cached)
+    return url
 
 
 class use_safe_loading:
@@ -130,7 +141,7 @@ def _load_for_mmengine(filename: str, map_location: Any = None, logger: Any = 'c
 def read_state_dict(
     checkpoint: Union[str, os.PathLike, dict], trust: Optional[bool] = None, name: Optional[str] = None
 ) -> StateDict:
-    """The weights in a checkpoint, whether at its top or inside ``state_dict`` or ``model``.
+    """The weights in a checkpoint, whether at its top or inside ``state_dict``, ``model`` or ``state_dict_ema``.
 
     A ``module.`` prefix, which DistributedDataParallel adds, is removed. Beside weights at the top may be what else a training
     saves ('epoch', 'optimizer'): entries that are no tensors and have no dot in their names. ``name`` is what errors call the
@@ -142,13 +153,11 @@ def read_state_dict(
     """
     name = name or ('the given dict' if isinstance(checkpoint, dict) else repr(str(checkpoint)))
     content = checkpoint if isinstance(checkpoint, dict) else load_file(checkpoint, trust)
-    inside = next(
-        (k for k in ('state_dict', 'model') if isinstance(content, dict) and isinstance(content.get(k), dict)), None
-    )
+    inside = next((k for k in _CONTAINERS if isinstance(content, dict) and isinstance(content.get(k), dict)), None)
     state = content if inside is None else content[inside]
     if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(
-            f'checkpoint {name} holds no tensors, neither at its top nor in state_dict or model. Give a file of weights.'
+            f'checkpoint {name} holds no tensors, neither at its top nor in {", ".join(_CONTAINERS)}. Give a file of weights.'
         )
     if inside is None:
         state = {k: v for k, v in state.items() if isinstance(v, Tensor) or '.' in str(k)}

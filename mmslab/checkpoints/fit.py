@@ -72,7 +72,7 @@ def load_pretrained(
     * A PRepBN takes weights of a PRepBN (its gamma too), of a RepBN (gamma becomes 0) and of a LayerNorm (gamma
       stays as configured; the RepBN beside it is new, its statistics come from training or recalibration).
     * Positional encodings, position embeddings and relative position tables of other sizes are resized; where the
-      model has no class token, its embedding is left out.
+      model has no class token, its embedding and that of a distillation token are left out.
     * Attention of another kind takes the projections; what only one of the two kinds has (:mod:`mmslab.layers.attention`)
       is new or unused.
     * Norms on the outputs may all be new, or all but the last, the only one that a classifier has; so may all norms in the
@@ -321,10 +321,14 @@ def _resize(key: str, value: Tensor, target: Tensor, model: nn.Module, name: str
     window = getattr(module, 'window_size', None)
     encodes = value.dim() == 3 and value.numel() > 0 and value.shape[::2] == target.shape[::2]
     if isinstance(module, PositionEmbedding) and encodes:
-        has, wants = int(_side(value.shape[1]) is None), int(module.cls_token is not None)
-        side = _side(value.shape[1] - has)
-        if side is not None and has >= wants:
-            grid = value[:, has:]
+        wants, has = len(module.tokens()), next((n for n in range(3) if _side(value.shape[1] - n)), None)
+        if has == 2 and wants == 1:
+            raise ValueError(
+                f'checkpoint {name!r} has a distillation token, which takes part in the attention, and the model has none. '
+                'Build it with distilled=True.'
+            )
+        if has is not None and has >= wants:
+            side, grid = _side(value.shape[1] - has), value[:, has:]
             if (side, side) != module.grid:
                 grid = resize_positional_encoding(grid, (side, side), module.grid, module.mode)
             return torch.cat([value[:, :wants], grid], dim=1)
@@ -414,10 +418,12 @@ def _why_new_in_attention(
 
 
 _COMPUTED = re.compile(r'(relative_position_index|attn_mask)$')
-_OF_HEADS = r'^(head|neck|rpn_head|roi_head|bbox_head|data_preprocessor)\.'
+_OF_HEADS = r'^(head|head_dist|neck|rpn_head|roi_head|bbox_head|data_preprocessor)\.'
 _MAY_BE_UNUSED = (
     (_COMPUTED, 'computed by the model'),
     (re.compile(r'(^|\.)cls_token$'), 'class token'),
+    (re.compile(r'(^|\.)dist_token$'), 'distillation token'),
+    (re.compile(r'^patch_embed\.mask_token$|^decoder\.'), 'of masked pre-training'),
     (re.compile(r'^norm\d*\.'), 'other norms on the outputs'),
     (re.compile(_OF_HEADS), 'not of a backbone'),
 )

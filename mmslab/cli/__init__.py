@@ -16,6 +16,7 @@ COMMANDS = {
     'deploy': 'fold the norms of a trained model',
     'export': 'write a trained model as ONNX or .pt2',
     'convert': 'write weights of others under our key names',
+    'doctor': 'say what is installed and what is wrong with it, with the remedy',
 }
 
 
@@ -31,5 +32,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument('--version', action='version', version=f'mmslab {__version__}')
     parser.add_argument('command', choices=COMMANDS, metavar='COMMAND', help='one of those below')
     given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
+        parser.print_help()
+        return
     args = parser.parse_args(given[:1])
     import_module(f'.{args.command}', __name__).main(given[1:], prog=f'mmslab {args.command}')

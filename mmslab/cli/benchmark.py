@@ -22,7 +22,7 @@ def parse_args(argv: Optional[Sequence[str]], prog: Optional[str]) -> argparse.N
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        'configs', nargs='+', metavar='CONFIG', help='config files, or mmdet::path of an installed package'
+        'configs', nargs='+', metavar='CONFIG', help='config files, or names as maskrcnn_slab_swin_t_1x or mmdet::...'
     )
     mode = parser.add_mutually_exclusive_group(required=True)
     for name, what in (

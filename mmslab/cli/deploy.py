@@ -13,7 +13,7 @@ from ..errors import input_errors
 
 def main(argv: Optional[Sequence[str]] = None, prog: Optional[str] = None) -> None:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument('config', help='config file')
+    parser.add_argument('config', help='config file, or a name as maskrcnn_slab_swin_t_1x')
     parser.add_argument('checkpoint', help='checkpoint file, trained until gamma is 0')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder for the folded config and checkpoint')
     parser.add_argument('--force', action='store_true', help='replace an earlier folded config and checkpoint in DIR')

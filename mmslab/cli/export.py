@@ -13,8 +13,8 @@ from ..errors import input_errors
 
 def main(argv: Optional[Sequence[str]] = None, prog: Optional[str] = None) -> None:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, trained until gamma is 0, or folded by tools/deploy.py')
+    parser.add_argument('config', help='config file, or a name as maskrcnn_slab_swin_t_1x')
+    parser.add_argument('checkpoint', help='checkpoint file, trained until gamma is 0, or folded by mmslab deploy')
     parser.add_argument('--out', required=True, metavar='FILE', help='.onnx or .pt2 file to write')
     parser.add_argument(
         '--part',

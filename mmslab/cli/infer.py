@@ -13,7 +13,9 @@ def main(argv: Optional[Sequence[str]] = None, prog: Optional[str] = None) -> No
         prog=prog, description=__doc__, epilog='Exits with 1 if anything had to be skipped; it is listed at the end.'
     )
     parser.add_argument('images', help='an image, a folder of images with its subfolders, or a video')
-    parser.add_argument('--config', required=True, help='config file of a detector')
+    parser.add_argument(
+        '--config', required=True, help='config file of a detector, or a name as maskrcnn_slab_swin_t_1x or mmdet::...'
+    )
     parser.add_argument('--checkpoint', required=True, help='checkpoint file')
     parser.add_argument('--out', required=True, help=f'folder for the drawn images or video, and {PREDICTIONS}')
     parser.add_argument('--score-thr', type=float, default=0.3, help='draw and write detections from this score on')

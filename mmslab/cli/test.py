@@ -12,7 +12,7 @@ from ..errors import input_errors
 
 def parse_args(argv: Optional[Sequence[str]], prog: Optional[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument('config', help='config file')
+    parser.add_argument('config', help='config file, or a name as maskrcnn_slab_swin_t_1x or mmdet::...')
     parser.add_argument('checkpoint', help='checkpoint file')
     parser.add_argument('--work-dir', help='folder for logs and metrics (default: work_dirs/<config>)')
     parser.add_argument('--out', help='.pkl file for the predictions')

@@ -62,7 +62,7 @@ def deploy(
     :func:`mmslab.deploy.compare.compare`.
 
     Args:
-        config (str | Path): A config file with a backbone of mmslab.
+        config (str | Path): A config, by path or name, with a backbone of mmslab.
         checkpoint (str | Path): Its trained weights, every PRepBN at gamma 0.
         out (str | Path): A folder, made if missing.
         force (bool): Whether to replace these files in ``out``.
@@ -89,7 +89,7 @@ def deploy(
             'model was trained with.'
         )
     check_checkpoint(checkpoint, 'checkpoint')
-    targets = [Path(out) / f'{Path(config).stem}_deploy.py', Path(out) / f'{Path(checkpoint).stem}_deploy.pth']
+    targets = [Path(out) / f'{Path(cfg.filename).stem}_deploy.py', Path(out) / f'{Path(checkpoint).stem}_deploy.pth']
     present = [p for p in targets if p.exists()]
     if present and not force:
         raise FileExistsError(f'out: {str(present[0])!r} exists. Choose another folder, or pass --force.')

@@ -52,7 +52,7 @@ def export(
     """Folds a model, if it is not folded yet, writes a part of it as a graph, and checks the file.
 
     Args:
-        config (str | Path): A config file with a backbone of mmslab.
+        config (str | Path): A config, by path or name, with a backbone of mmslab.
         checkpoint (str | Path): Its weights.
         out (str | Path): The file to write: ``.onnx``, run in onnxruntime, or ``.pt2``, ``torch.export``'s format.
             From a .pt2 take ``torch.export.load(out).module(check_guards=False)``: the guards tell one window from

@@ -1,6 +1,6 @@
 """Patch and position embedding, MLP and drop path: the parts of a vision transformer that the paper leaves as they are."""
 
-from typing import Optional
+from typing import List, Optional
 
 import torch
 import torch.nn as nn
@@ -118,7 +118,7 @@ class PositionEmbedding(nn.Module):
     """Adds a learned embedding of the places of a map; resized on a map of another size than ``grid``.
 
     ``(B, H, W, C)`` to the same. With a class token, which has an embedding of its own, to ``(B, 1 + H * W, C)``,
-    the token first.
+    the token first; a distillation token comes second.
 
     Args:
         embed_dims (int): Channels C.
@@ -126,31 +126,43 @@ class PositionEmbedding(nn.Module):
         with_cls_token (bool): Whether there is a class token. Defaults to False.
         drop (float): Dropout rate after the sum. Defaults to 0.
         mode (str): How it is resized, 'bicubic' (default) or 'bilinear'.
+        with_dist_token (bool): Whether there is a distillation token. Defaults to False.
     """
 
     def __init__(
-        self, embed_dims: int, grid: Size, with_cls_token: bool = False, drop: float = 0.0, mode: str = 'bicubic'
+        self,
+        embed_dims: int,
+        grid: Size,
+        with_cls_token: bool = False,
+        drop: float = 0.0,
+        mode: str = 'bicubic',
+        with_dist_token: bool = False,
     ) -> None:
         super().__init__()
         self.grid = grid
         self.mode = mode
-        self.weight = nn.Parameter(torch.zeros(1, with_cls_token + grid[0] * grid[1], embed_dims))
+        self.weight = nn.Parameter(torch.zeros(1, with_cls_token + with_dist_token + grid[0] * grid[1], embed_dims))
         nn.init.trunc_normal_(self.weight, std=0.02)
-        self.register_parameter('cls_token', None)
-        if with_cls_token:
-            self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims))
-            nn.init.trunc_normal_(self.cls_token, std=0.02)
+        for name, wanted in (('cls_token', with_cls_token), ('dist_token', with_dist_token)):
+            self.register_parameter(name, nn.Parameter(torch.zeros(1, 1, embed_dims)) if wanted else None)
+            if wanted:
+                nn.init.trunc_normal_(getattr(self, name), std=0.02)
         self.drop = nn.Dropout(drop)
+
+    def tokens(self) -> List[Tensor]:
+        """The tokens beside the map, in their order, each ``(1, 1, C)``."""
+        return [token for token in (self.cls_token, self.dist_token) if token is not None]
 
     def forward(self, x: Tensor) -> Tensor:
         B, H, W, C = x.shape
-        of_token, of_map = self.weight.tensor_split([0 if self.cls_token is None else 1], dim=1)
+        tokens = self.tokens()
+        of_tokens, of_map = self.weight.tensor_split([len(tokens)], dim=1)
         if symbolic(H, W) or (H, W) != self.grid:
             of_map = resize_positional_encoding(of_map, self.grid, (H, W), self.mode)
-        if self.cls_token is None:
+        if not tokens:
             return self.drop(x + of_map.view(1, H, W, C))
-        token = (self.cls_token + of_token).expand(B, -1, -1)
-        return self.drop(torch.cat([token, x.reshape(B, H * W, C) + of_map], dim=1))
+        beside = (torch.cat(tokens, dim=1) + of_tokens).expand(B, -1, -1)
+        return self.drop(torch.cat([beside, x.reshape(B, H * W, C) + of_map], dim=1))
 
 
 @foldable(fc1=LINEAR, act=nn.GELU, fc2=LINEAR, drop=nn.Dropout)
