@@ -37,7 +37,17 @@ setup(
     cmdclass=dict(build_py=BuildWithConfigs),
     packages=find_packages(include=['mmslab', 'mmslab.*']),
     entry_points=dict(console_scripts=['mmslab = mmslab.cli:main']),
-    python_requires='>=3.9',
+    # from the oldest to the newest that all tests pass with: make test STACK=openmmlab, make test
+    python_requires='>=3.11,<3.12',
     # mmengine, mmcv and mmdet exist under two distribution names each, so they are checked at import, not listed here
-    install_requires=['torch>=2.1', 'numpy', 'filelock', 'fvcore', 'pycocotools', 'rich', 'matplotlib', 'tensorboard'],
+    install_requires=[
+        'torch>=2.1.2,<2.12',
+        'numpy>=1.26.4,<2.3',
+        'filelock>=3.13.1',
+        'fvcore>=0.1.5.post20221221',
+        'matplotlib>=3.8.2',
+        'pycocotools>=2.0.7',
+        'rich>=13.7.0',
+        'tensorboard>=2.17.1',
+    ],
 )

@@ -15,7 +15,7 @@ from .data.classes import check_classes, check_trained_classes
 from .hooks import latest_checkpoint
 from .infer import infer  # noqa: F401  (handed on)
 from .runner import SafeRunner
-from .versions import check_detection
+from .versions import check_detection, check_transformers
 
 PathLike = Union[str, os.PathLike]
 
@@ -179,9 +179,11 @@ def check_device(device: Optional[str]) -> None:
 
 
 def check_mmdet(cfg: Config) -> None:
-    """Raises ImportError if ``cfg`` needs mmdet and it, or mmcv's compiled ops, are missing."""
+    """Raises ImportError if ``cfg`` needs mmdet or mmpretrain and it, or mmcv's compiled ops, cannot be imported."""
     if cfg.get('default_scope') == 'mmdet':
         check_detection()
+    else:
+        check_transformers()
 
 
 def check_checkpoint(path: PathLike, name: str) -> None:

@@ -1,7 +1,8 @@
+import functools
 import itertools
 import os
 from pathlib import Path
-from typing import Dict, Sequence, Tuple
+from typing import Callable, Dict, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -19,6 +20,26 @@ GOLDEN = Path(__file__).parent / 'data' / 'golden'
 def _seed():
     torch.manual_seed(0)
     np.random.seed(0)
+
+
+def needs_torch(lowest: str) -> Callable[[Callable], Callable]:
+    """For a test of what needs a newer torch: on an older one it must end in the error that says so.
+
+    The error may come by itself, or where the test compares: with another message, or the output of a command line.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def run(*args, **kwargs):
+            if torch.__version__ >= lowest:
+                return test(*args, **kwargs)
+            message = rf'needs torch >= {lowest}, but this is {torch.__version__}\. '
+            with pytest.raises((ValueError, AssertionError), match=message.replace('+', r'\+')):
+                test(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 def golden(name: str) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:

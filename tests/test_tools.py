@@ -11,8 +11,9 @@ import torch
 
 from mmslab.apis import build_tester, build_trainer, infer
 from mmslab.data.shapes import make_shapes
+from mmslab.deploy.export import TORCH
 
-from .conftest import ROOT
+from .conftest import ROOT, needs_torch
 
 CONFIG = ROOT / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 COCO = ROOT / 'configs' / 'maskrcnn_slab_swin_t_1x.py'
@@ -212,6 +213,7 @@ def test_deploy_folds_and_the_tester_agrees(trained):
     assert tested.returncode == 0 and 'coco/segm_mAP_50' in tested.stdout, tested.stderr
 
 
+@needs_torch(TORCH)
 def test_export_writes_a_graph(trained):
     root, _ = trained
     args = ('export', CONFIG, 'out/epoch_2.pth', '--out', 'graph.onnx', '--size', 64, 64)

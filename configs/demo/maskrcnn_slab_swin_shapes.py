@@ -1,6 +1,8 @@
 # A small SLAB-Swin Mask R-CNN for the shapes that tools/make_shapes.py draws, from scratch, on two CPU cores.
 _base_ = '../maskrcnn_slab_swin_t_1x.py'
 
+import torch  # noqa: E402  (mmengine takes a config that begins with an import for one of its new kind)
+
 # model: a narrow, shallow Swin; windows that divide the maps of 128-pixel images; anchors of 16 to 128 pixels, as the shapes
 # are; light heads. Each was chosen to fit some 2000 steps into ten minutes of two cores.
 num_classes = 5
@@ -85,7 +87,11 @@ test_evaluator = val_evaluator
 # tenth, then a linear handover (Eq. 6) that is done at 60%, so that the rest trains the model that will infer
 max_epochs = 4
 train_cfg = dict(max_epochs=max_epochs, val_interval=1)
-optim_wrapper = dict(type='OptimWrapper', optimizer=dict(lr=1e-3, fused=True), clip_grad=dict(max_norm=5.0))
+optim_wrapper = dict(
+    type='OptimWrapper',
+    optimizer=dict(lr=1e-3, fused=torch.__version__ >= (2, 4)),  # on a CPU, in one kernel
+    clip_grad=dict(max_norm=5.0),
+)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=100),
     dict(type='CosineAnnealingLR', by_epoch=True, begin=0, end=max_epochs, eta_min=1e-5, convert_to_iter_based=True),

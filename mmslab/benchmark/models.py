@@ -25,7 +25,7 @@ from ..deploy import fold
 from ..errors import reason
 from ..layers import FocusedLinearAttention, PRepBN, RepBN, SimplifiedLinearAttention, set_gamma
 from ..layers.norm import TokenBN
-from ..versions import check_detection
+from ..versions import check_detection, check_transformers
 from .allocators import ALLOCATORS
 from .complexity import count, read_metafile
 from .memory import peak_memory
@@ -377,8 +377,7 @@ def _group(backbone: nn.Module) -> str:
 
 
 def _build(cfg: Config, seed: int, checkpoint: Optional[PathLike]) -> nn.Module:
-    if not _is_classifier(cfg):
-        check_detection()
+    check_transformers() if _is_classifier(cfg) else check_detection()
     without_init_cfg(cfg.model)
     with quiet():
         init_default_scope(cfg.get('default_scope', 'mmdet'))

@@ -26,11 +26,13 @@ from ..backbones.base import SLABBackbone
 from ..backbones.swin import SwinBlock
 from ..data.checks import check_writable
 from ..errors import reason
+from ..versions import check_torch
 from .compare import SIZES, Difference, Size, divisor_of, is_of, padded, relative, tensors
 from .convert import PathLike, check_backbone, load_model
 from .fold import fold
 
 PARTS = ('backbone', 'model')
+TORCH = '2.11'  # the oldest that is known to export all of this
 EXAMPLE = (256, 320)
 TOLERANCE = 1e-4
 
@@ -72,10 +74,10 @@ def export(
         ImportError: If a package for ONNX is missing.
         FileNotFoundError, FileExistsError, OSError: For a missing config or checkpoint, or an ``out`` that exists or
             cannot be written.
-        ValueError: For another suffix, an unknown part, a config without a backbone of mmslab, a checkpoint that does
-            not fit, a gamma above 0, a backbone whose windows depend on the image size, a detector whose head cannot be
-            in a graph, a size that its neck does not take, a graph that computes something else. Nothing is written
-            then.
+        ValueError: For a torch before 2.11, another suffix, an unknown part, a config without a backbone of mmslab, a
+            checkpoint that does not fit, a gamma above 0, a backbone whose windows depend on the image size, a detector whose
+            head cannot be in a graph, a size that its neck does not take, a graph that computes something else. Nothing is
+            written then.
     """
     out = Path(out)
     if out.suffix not in ('.onnx', '.pt2'):
@@ -84,6 +86,7 @@ def export(
         raise ValueError(f'part must be one of {PARTS}, but got {part!r}.')
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise ValueError(f'size must be a height and a width in pixels, but got {size!r}.')
+    _check_torch()
     if out.suffix == '.onnx':
         check_onnx()
     cfg = load_config(config, options)
@@ -245,7 +248,11 @@ def to_program(
             least as large as the spatial reduction there (PVT), and so must those of images given to the graph.
         dynamic (bool): Whether height and width stay open. Defaults to True.
         divisor (int): What open heights and widths are multiples of. Defaults to 1.
+
+    Raises:
+        ValueError: For a torch before 2.11.
     """
+    _check_torch()
     dims = {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if dynamic else {}
     if dynamic and divisor > 1:
         dims = {i: divisor * torch.export.Dim(name, min=1) for i, name in ((2, 'rows'), (3, 'columns'))}
@@ -299,6 +306,11 @@ def compare_runs(
         for name, actual, wanted in zip(names, run(image), expected(image)):
             found.append(Difference(tuple(size), name, relative(actual, wanted)))
     return found
+
+
+def _check_torch() -> None:
+    remedy = 'Export in an environment with a newer one (make setup): a config and a checkpoint of this one are the same there.'
+    check_torch('a graph for ONNX or torch.export', TORCH, remedy)
 
 
 def check_onnx() -> None:

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PIECE = 2**20  # elements of the widest intermediate result, 4 MB in float32
+# whether torch.compile is tracing; before torch 2.3 the same function had no public name
+is_compiling: Callable[[], bool] = getattr(torch.compiler, 'is_compiling', None) or torch._utils.is_compiling
 
 
 def is_traced(x: Tensor) -> bool:
     """Whether operations on ``x`` make a graph for later, of a compiler, a tracer or an export."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta
+    return is_compiling() or torch.jit.is_tracing() or x.is_meta
 
 
 def may_overwrite(x: Tensor, module: nn.Module) -> bool:

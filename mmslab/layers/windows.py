@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .inference import is_compiling
+
 Size = Tuple[int, int]
 
 _MAX_CACHED = 64
@@ -119,7 +121,7 @@ def shifted_window_mask(hw: Size, window: Size, shift: Size, device: torch.devic
         Tensor: bool, ``(num_windows, h * w, h * w)``, True where attention is allowed.
     """
     size = padded_size(hw, window)
-    if torch.compiler.is_compiling():  # a traced tensor must not outlive its trace
+    if is_compiling():  # a traced tensor must not outlive its trace
         return _build_mask(size, window, shift, device)
     return _cached(('mask', size, window, shift, str(device)), lambda: _build_mask(size, window, shift, device))
 

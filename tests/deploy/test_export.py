@@ -8,9 +8,9 @@ import torch
 from mmengine.registry import MODELS
 
 from mmslab.deploy import export as module
-from mmslab.deploy.export import check_any_size, export, onnx_runner, to_onnx, to_program
+from mmslab.deploy.export import TORCH, check_any_size, export, onnx_runner, to_onnx, to_program
 
-from ..conftest import assert_relative, randomize
+from ..conftest import assert_relative, needs_torch, randomize
 from .test_convert import config, trained
 from .test_families import detector, small
 
@@ -58,6 +58,7 @@ SIZES = ((160, 80), (100, 75), (33, 34), (34, 190))
 
 
 @pytest.mark.parametrize('family', FAMILIES)
+@needs_torch(TORCH)
 def test_a_backbone_as_a_graph_takes_images_of_any_size(family, tmp_path):
     original = randomize(MODELS.build(FAMILIES[family])).eval()
     folded = copy.deepcopy(original)
@@ -81,6 +82,7 @@ def test_a_backbone_as_a_graph_takes_images_of_any_size(family, tmp_path):
                     assert_relative(a, e, 1e-4)
 
 
+@needs_torch(TORCH)
 def test_a_detector_up_to_its_heads(tmp_path):
     """RPN scores, deltas and the neck's maps, from the file that the command line writes, named."""
     path = config(tmp_path, 'detector')
@@ -121,6 +123,7 @@ class TopDown(torch.nn.Module):
         return (x,)
 
 
+@needs_torch(TORCH)
 def test_a_graph_for_multiples():
     program = to_program(TopDown(), (64, 96), divisor=8)
     for size in ((8, 8), (160, 88)):
@@ -128,6 +131,7 @@ def test_a_graph_for_multiples():
         assert_relative(program.module(check_guards=False)(image)[0], TopDown()(image)[0], 1e-6)
 
 
+@needs_torch(TORCH)
 def test_a_neck_that_takes_few_sizes(tmp_path):
     """RTMDet's: multiples of 32, though no pad_size_divisor says so."""
     path, weights, original = written(tmp_path, 'RTMDet')
@@ -146,6 +150,7 @@ def test_a_neck_that_takes_few_sizes(tmp_path):
         assert_relative(actual, expected, 1e-4)
 
 
+@needs_torch(TORCH)
 def test_heads_that_no_graph_takes_are_named_before_anything_is_written(tmp_path, monkeypatch):
     path, weights, _ = written(tmp_path, 'DINO')
     out = tmp_path / 'out' / 'graph.pt2'
@@ -162,6 +167,7 @@ def test_heads_that_no_graph_takes_are_named_before_anything_is_written(tmp_path
     assert not out.parent.exists()
 
 
+@needs_torch(TORCH)
 def test_a_classifier_of_one_size(tmp_path):
     path = config(tmp_path, 'classifier')
     weights, original = trained(tmp_path, path)
@@ -178,6 +184,7 @@ def test_a_classifier_of_one_size(tmp_path):
     assert_relative(scores, expected, 1e-4)
 
 
+@needs_torch(TORCH)
 def test_bad_input_is_named_before_anything_is_written(tmp_path, monkeypatch):
     path = config(tmp_path, 'classifier')
     weights, _ = trained(tmp_path, path)
@@ -200,6 +207,16 @@ def test_bad_input_is_named_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match='ONNX needs onnx and onnxscript and onnxruntime. Install: pip install onnx'):
         export(path, weights, out)
     assert not out.parent.exists() and (tmp_path / 'mine.onnx').read_text() == 'mine'
+
+
+def test_an_older_torch_is_named_before_anything_is_read_or_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, '__version__', '2.1.2+cu121')
+    message = r'needs torch >= 2\.\d+, but this is 2\.1\.2\+cu121\. Export in an environment with a newer one'
+    with pytest.raises(ValueError, match=message):
+        export('no.py', 'no.pth', tmp_path / 'out' / 'graph.onnx')
+    with pytest.raises(ValueError, match=message):
+        to_program(TopDown())
+    assert not (tmp_path / 'out').exists()
 
 
 def test_windows_that_shrink_are_refused():
