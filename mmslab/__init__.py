@@ -5,6 +5,6 @@ from .versions import check_versions
 
 check_versions()
 
-from . import backbones, hooks, layers, necks  # noqa: E402  (after the check: they import mmcv and mmengine)
+from . import backbones, hooks, layers, necks, optim  # noqa: E402  (after the check: they import mmcv and mmengine)
 
-__all__ = ['__version__', 'backbones', 'hooks', 'layers', 'necks']
+__all__ = ['__version__', 'backbones', 'hooks', 'layers', 'necks', 'optim']
