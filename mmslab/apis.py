@@ -14,6 +14,7 @@ from .data.classes import check_classes, check_trained_classes
 from .hooks import latest_checkpoint
 from .infer import infer  # noqa: F401  (handed on)
 from .runner import SafeRunner
+from .tta import MASK_HEAD, use_tta
 from .versions import check_detection
 
 PathLike = Union[str, os.PathLike]
@@ -125,6 +126,7 @@ def build_tester(
     options: Optional[Dict[str, Any]] = None,
     launcher: str = 'none',
     trust_checkpoint: bool = False,
+    tta: bool = False,
 ) -> Runner:
     """A runner ready to ``test()`` a checkpoint; see :func:`build_trainer` for what the arguments share.
 
@@ -133,6 +135,7 @@ def build_tester(
         show_dir (str | Path, optional): A folder, within ``work_dir``'s run, for images with predictions, in the folders
             that they are in below the one that all of the test set's share.
         show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
+        tta (bool): Whether to merge the predictions for each image and its mirror image, see :func:`mmslab.tta.use_tta`.
     """
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
@@ -145,6 +148,7 @@ def build_tester(
         _check_show(cfg, show_dir)
     check_datasets(cfg, ('test',))
     check_classes(cfg, ('test',))
+    notice = use_tta(cfg) if tta else None
     check_checkpoint(checkpoint, 'checkpoint')
     check_writable(cfg.work_dir, 'work_dir')
     without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
@@ -159,6 +163,10 @@ def build_tester(
     content = checkpoints.load_file(checkpoint, trust_checkpoint)
     check_trained_classes(content, repr(str(checkpoint)), cfg)
     runner = SafeRunner.build(cfg, trust_checkpoint)
+    if notice is not None:
+        runner.logger.warning(notice)
+        state = checkpoints.read_state_dict(content, name=repr(str(checkpoint)))
+        content = {key: value for key, value in state.items() if not key.startswith(MASK_HEAD)}
     checkpoints.check_fits(runner.model, content, repr(str(checkpoint)))
     if out is not None:
         from mmdet.evaluation import DumpDetResults
