@@ -11,6 +11,7 @@ from mmengine.runner import Runner
 from . import checkpoints
 from .data.checks import check_datasets, check_writable
 from .data.classes import check_classes, check_trained_classes
+from .distributed import check_launcher
 from .hooks import latest_checkpoint
 from .infer import infer  # noqa: F401  (handed on)
 from .runner import SafeRunner
@@ -69,8 +70,9 @@ def build_trainer(
     Raises:
         FileNotFoundError, OSError, ValueError: For a missing config, data set or checkpoint, bad annotations, classes
             that are not the same in the model and all data, a work_dir that cannot be written, ``auto_scale_lr`` without
-            a base batch size.
+            a base batch size, a ``launcher`` that has not started this process.
     """
+    check_launcher(launcher)
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
@@ -137,6 +139,7 @@ def build_tester(
         show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
         tta (bool): Whether to merge the predictions for each image and its mirror image, see :func:`mmslab.tta.use_tta`.
     """
+    check_launcher(launcher)
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(config).stem)
