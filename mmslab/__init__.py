@@ -5,14 +5,12 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ['__version__', 'backbones', 'find_config', 'hooks', 'layers', 'necks']
+__all__ = ['__version__', 'backbones', 'find_config', 'hooks', 'layers', 'necks', 'optim']
 
 
 def _is_doctor() -> bool:
     """Whether this program is ``mmslab doctor``, ``python -m mmslab doctor``, or the process that it tries imports in."""
-    program = getattr(sys, 'orig_argv', sys.argv)[-len(sys.argv) :][
-        0
-    ]  # while a package is imported, -m has hidden its name
+    program = sys.orig_argv[-len(sys.argv)]  # while a package is imported, -m has hidden its name in sys.argv
     return program == 'mmslab.probe' or (Path(program).stem == 'mmslab' and sys.argv[1:2] == ['doctor'])
 
 
@@ -21,7 +19,7 @@ if not _is_doctor():  # which says what keeps the rest from being imported
 
     check_versions()
 
-    from . import backbones, hooks, layers, necks
+    from . import backbones, hooks, layers, necks, optim
     from .configs import find_config, register_configs
 
     register_configs()

@@ -12,9 +12,11 @@ from . import checkpoints
 from .configs import find_config
 from .data.checks import check_datasets, check_writable
 from .data.classes import check_classes, check_trained_classes
+from .distributed import check_launcher
 from .hooks import latest_checkpoint
 from .infer import infer  # noqa: F401  (handed on)
 from .runner import SafeRunner
+from .tta import MASK_HEAD, use_tta
 from .versions import check_detection, check_transformers
 
 PathLike = Union[str, os.PathLike]
@@ -65,8 +67,9 @@ def build_trainer(
     Raises:
         FileNotFoundError, OSError, ValueError: For a missing config, data set or checkpoint, bad annotations, classes
             that are not the same in the model and all data, a work_dir that cannot be written, ``auto_scale_lr`` without
-            a base batch size.
+            a base batch size, a ``launcher`` that has not started this process.
     """
+    check_launcher(launcher)
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(cfg.filename).stem)
@@ -124,6 +127,7 @@ def build_tester(
     options: Optional[Dict[str, Any]] = None,
     launcher: str = 'none',
     trust_checkpoint: bool = False,
+    tta: bool = False,
 ) -> Runner:
     """A runner ready to ``test()`` a checkpoint; see :func:`build_trainer` for what the arguments share.
 
@@ -132,7 +136,9 @@ def build_tester(
         show_dir (str | Path, optional): A folder, within ``work_dir``'s run, for images with predictions, in the folders
             that they are in below the one that all of the test set's share.
         show (bool): Whether to show them in a window, each for ``wait_time`` seconds.
+        tta (bool): Whether to merge the predictions for each image and its mirror image, see :func:`mmslab.tta.use_tta`.
     """
+    check_launcher(launcher)
     cfg = load_config(config, options, launcher)
     check_mmdet(cfg)
     cfg.work_dir = str(work_dir or cfg.get('work_dir') or Path('work_dirs') / Path(cfg.filename).stem)
@@ -144,6 +150,7 @@ def build_tester(
         _check_show(cfg, show_dir)
     check_datasets(cfg, ('test',))
     check_classes(cfg, ('test',))
+    notice = use_tta(cfg) if tta else None
     check_checkpoint(checkpoint, 'checkpoint')
     check_writable(cfg.work_dir, 'work_dir')
     without_init_cfg(cfg.get('model'))  # the checkpoint has all weights
@@ -158,6 +165,10 @@ def build_tester(
     content = checkpoints.load_file(checkpoint, trust_checkpoint)
     check_trained_classes(content, repr(str(checkpoint)), cfg)
     runner = SafeRunner.build(cfg, trust_checkpoint)
+    if notice is not None:
+        runner.logger.warning(notice)
+        state = checkpoints.read_state_dict(content, name=repr(str(checkpoint)))
+        content = {key: value for key, value in state.items() if not key.startswith(MASK_HEAD)}
     checkpoints.check_fits(runner.model, content, repr(str(checkpoint)))
     if out is not None:
         from mmdet.evaluation import DumpDetResults

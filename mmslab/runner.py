@@ -1,14 +1,20 @@
-"""mmengine's runner with checkpoints that are read as data, and a config whose text is made once."""
+"""mmengine's runner: checkpoints read as data, a config's text made once, several processes where there is no GPU."""
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
+import torch.nn as nn
 from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.dist import is_distributed
 from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
+from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
 
 from .checkpoints import use_safe_loading
+from .distributed import check_sync_bn, start_on_cpu, sync_on_cpu
 
 
 class TextOnce(Config):
@@ -40,9 +46,15 @@ class SafeRunner(Runner):
     * ``meta['config']``, which ``Runner.resume`` runs as a Python program, is left out;
     * what ``CheckpointHook`` would go on to delete or rewrite (``best_ckpt``, ``last_ckpt`` and ``keep_ckpt_ids`` in
       ``message_hub``) is left out unless it names checkpoints in ``work_dir`` itself.
+
+    Without a GPU several processes talk by gloo, and SyncBatchNorm works.
+
+    Raises:
+        ValueError: On building, for a ``sync_bn`` that would not synchronize the model's norms.
     """
 
     trust_checkpoint = False
+    _on_cpu: Optional[str] = None  # what to log, once there is a logger
 
     @classmethod
     def build(cls, cfg: Config, trust_checkpoint: bool = False) -> 'SafeRunner':
@@ -51,6 +63,25 @@ class SafeRunner(Runner):
             runner = cls.from_cfg(TextOnce.of(cfg))
         runner.trust_checkpoint = trust_checkpoint
         return runner
+
+    def setup_env(self, env_cfg: dict) -> None:
+        if self.distributed and not is_distributed() and get_device() == 'cpu':
+            self._on_cpu = start_on_cpu(self._launcher, env_cfg.get('dist_cfg'))
+        super().setup_env(env_cfg)
+
+    def wrap_model(self, model_wrapper_cfg: Optional[dict], model: nn.Module) -> nn.Module:
+        if self.distributed and self.cfg.get('sync_bn') is not None:
+            check_sync_bn(self.cfg.sync_bn, model, get_device())
+        if not self.distributed or get_device() != 'cpu' or is_model_wrapper(model):
+            return super().wrap_model(model_wrapper_cfg, model)
+        if self._on_cpu:
+            self.logger.info(self._on_cpu)
+        sync_on_cpu(model, self.cfg.get('sync_bn') is not None)
+        if model_wrapper_cfg is None:
+            unused = self.cfg.get('find_unused_parameters', False)
+            model_wrapper_cfg = dict(broadcast_buffers=False, find_unused_parameters=unused)
+        defaults = dict(type='MMDistributedDataParallel', module=model)  # mmengine's has a GPU among them
+        return MODEL_WRAPPERS.build(dict(model_wrapper_cfg), default_args=defaults)
 
     def train(self) -> Any:
         with use_safe_loading(self.trust_checkpoint):

@@ -20,9 +20,24 @@ from typing import Any, Callable, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
 
 FORKS = multiprocessing.get_context('forkserver')  # all runs are forked from a process that has imported these
 FORKS.set_forkserver_preload(['mmslab.apis'])
+
+
+@HOOKS.register_module(name='_TestKilledOnce', force=True)
+class KilledOnce(Hook):
+    """Kills the process of the last rank with SIGKILL before ``iteration``, unless ``flag`` says that it was done."""
+
+    def __init__(self, iteration: int, flag: str) -> None:
+        self.iteration = iteration
+        self.flag = Path(flag)
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
+        if runner.iter == self.iteration and runner.rank == runner.world_size - 1 and not self.flag.exists():
+            self.flag.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Begun(Hook):
@@ -159,9 +174,6 @@ def train_config(work_dir: str, config: str, options: dict, begun: Hook) -> None
     from mmslab.apis import build_trainer
 
     launcher = 'pytorch' if torch.distributed.is_initialized() else 'none'
-    if launcher == 'pytorch':  # mmengine wraps a model for a GPU, unless told that there is none
-        wrapper = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
-        options = {'model_wrapper_cfg': wrapper, **options}
     runner = build_trainer(config, work_dir=work_dir, resume='auto', options=options, launcher=launcher)
     runner.register_hook(begun)
     runner.train()

@@ -319,7 +319,7 @@ def test_what_this_package_did_not_raise_keeps_its_trace(tmp_path):
 
 @pytest.mark.parametrize('name', ['dist_train', 'dist_test'])
 def test_distributed_scripts_call_torchrun(name, tmp_path):
-    """With a torchrun that prints its arguments: the launcher itself needs GPUs."""
+    """With a torchrun that prints its arguments; tests/test_distributed.py has a real one."""
     fake = tmp_path / 'torchrun'
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)

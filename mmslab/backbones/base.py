@@ -292,6 +292,31 @@ class SLABBackbone(BaseModule):
             for j, block in enumerate(stage.blocks):
                 yield f'layers.{i}.blocks.{j}.attn', block.attn
 
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> Tuple[int, int]:
+        """How deep in the network a parameter is, for layer-wise learning-rate decay, counted as mmpretrain does.
+
+        Args:
+            param_name (str): Its name, which begins with ``prefix`` if it is the backbone's.
+            prefix (str): What the names of the backbone's parameters begin with, such as 'backbone.'.
+
+        Returns:
+            tuple[int, int]: The depth and the number of depths n, the blocks and two: 0 for the embedding of patches and of the
+            places of the first stage, i for the i-th block, for what leads to the next stage that of the last block before
+            it, and n - 1 for all that comes behind, the norms on the outputs included.
+        """
+        depths = [len(stage.blocks) for stage in self.layers]
+        last = sum(depths) + 1
+        path = param_name[len(prefix) :].split('.') if param_name.startswith(prefix) else ['']
+        if path[0] == 'patch_embed':
+            return 0, last + 1
+        if path[0] != 'layers':
+            return last, last + 1
+        stage, part = int(path[1]), path[2]
+        before = sum(depths[:stage])
+        if part == 'blocks':
+            return before + int(path[3]) + 1, last + 1
+        return (before + depths[stage] if part == 'downsample' else before), last + 1
+
     def init_weights(self) -> None:
         """Loads ``init_cfg``'s checkpoint, whatever its known format. Random weights come with construction."""
         if self.init_cfg and self.init_cfg.get('type') == 'Pretrained':

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.logging import print_log
-from mmengine.model import is_model_wrapper
+from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import Tensor
 
 from ..layers.attention import may_leave, own_parts, resize_positional_encoding
@@ -160,6 +160,7 @@ def check_fits(model: nn.Module, checkpoint: Union[str, os.PathLike, dict], name
     name = name or ('the given dict' if isinstance(checkpoint, dict) else repr(str(checkpoint)))
     state = read_state_dict(checkpoint, name=name)
     model = model.module if is_model_wrapper(model) else model
+    model = model.module if isinstance(model, BaseTTAModel) else model
     target = model.state_dict()
     for at, module in model.named_modules():
         if not _is_backbone(module):

@@ -19,6 +19,9 @@ def parse_args(argv: Optional[Sequence[str]], prog: Optional[str]) -> argparse.N
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
     parser.add_argument('--show-dir', help='folder for images with predictions')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds that a window stays')
+    parser.add_argument(
+        '--tta', action='store_true', help='merge the predictions for each image and its mirror image, or by tta_model'
+    )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='config entries to replace, key=value')
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
     parser.add_argument('--trust-checkpoint', action='store_true', help='unpickle checkpoints that hold any object')
@@ -42,4 +45,5 @@ def main(argv: Optional[Sequence[str]] = None, prog: Optional[str] = None) -> No
             options=args.cfg_options,
             launcher=args.launcher,
             trust_checkpoint=args.trust_checkpoint,
+            tta=args.tta,
         ).test()

@@ -77,6 +77,8 @@ def recalibrate_bn(
         buffers = [(bn.running_mean, bn.running_var) for bn in layers]
         model.eval()
         for i, bn in enumerate(layers):
+            if type(bn) is not nn.BatchNorm1d:
+                bn.register_forward_hook(_own_statistics)
             bn.train()
             bn.register_forward_pre_hook(count(i))
         with Progress(disable=not (progress and is_main_process())) as bar:
@@ -88,6 +90,14 @@ def recalibrate_bn(
             mean.copy_(new_mean)
             var.copy_(new_var)
     return len(layers)
+
+
+def _own_statistics(bn: nn.Module, args: tuple, output: Tensor) -> None:
+    """Behind a SyncBatchNorm with momentum 1, which normalizes by the batches of all ranks: puts in its buffers the statistics of
+    this rank's batch, since those of the ranks are put together at the end, weighted by their tokens."""
+    x = args[0].to(bn.running_mean.dtype)
+    bn.running_mean.copy_(x.mean(0))
+    bn.running_var.copy_(x.var(0))
 
 
 def _advancing(bar: Progress, batches: Iterator[Any], number: int) -> Iterator[Any]:
@@ -114,8 +124,9 @@ def _restored(model: nn.Module, layers: List[nn.Module]) -> Iterator[None]:
     behind if the data fails.
     """
     modes = [(m, m.training) for m in model.modules()]
-    kept = [(bn, bn.momentum, dict(bn._buffers), bn._forward_pre_hooks.copy()) for bn in layers]
-    values = [{name: buffer.clone() for name, buffer in buffers.items()} for _, _, buffers, _ in kept]
+    hooks = [[(of, of.copy()) for of in (bn._forward_pre_hooks, bn._forward_hooks)] for bn in layers]
+    kept = [(bn, bn.momentum, dict(bn._buffers)) for bn in layers]
+    values = [{name: buffer.clone() for name, buffer in buffers.items()} for _, _, buffers in kept]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -125,13 +136,14 @@ def _restored(model: nn.Module, layers: List[nn.Module]) -> Iterator[None]:
         np.random.set_state(numpy_state)
         for m, mode in modes:
             m.training = mode
-        for (bn, momentum, buffers, hooks), old in zip(kept, values):
+        for (bn, momentum, buffers), old, both in zip(kept, values, hooks):
             bn.momentum = momentum
             bn._buffers.update(buffers)
             for name, buffer in buffers.items():
                 buffer.copy_(old[name])
-            bn._forward_pre_hooks.clear()
-            bn._forward_pre_hooks.update(hooks)
+            for of, before in both:
+                of.clear()
+                of.update(before)
 
 
 @HOOKS.register_module()
