@@ -2,13 +2,15 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from mmengine.config import Config
 from mmengine.logging import print_log
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 
 from .checkpoints import use_safe_loading
+from .logs import grouped_parameters
 
 
 class SafeRunner(Runner):
@@ -42,6 +44,10 @@ class SafeRunner(Runner):
     def test(self) -> dict:
         with use_safe_loading(self.trust_checkpoint):
             return super().test()
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Union[OptimWrapper, OptimWrapperDict]:
+        with grouped_parameters():
+            return super().build_optim_wrapper(optim_wrapper)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> dict:
         with use_safe_loading(self.trust_checkpoint):
