@@ -97,7 +97,7 @@ def run_demo(
     with _log_file_only():
         drawn = infer(chosen, CONFIG, checkpoint, out / 'drawn', score_thr=0.5).drawn
     draw_sheet(drawn, out / 'drawn.jpg')
-    draw_curves(scalars, out / 'curves.png', iters_per_epoch, before)
+    draw_curves(scalars, out / 'curves.png', iters_per_epoch)
 
     console.rule('5/6  folding')
     with _log_file_only():

@@ -8,6 +8,8 @@ from typing import Dict, List, Sequence, Tuple, Union
 import cv2
 import numpy as np
 
+from .hooks.bn_recalibration import BEFORE
+
 Curve = Tuple[List[int], List[float]]
 
 
@@ -25,16 +27,13 @@ def read_scalars(path: Union[str, os.PathLike]) -> Dict[str, Curve]:
     return curves
 
 
-def draw_curves(
-    scalars: Union[str, os.PathLike], out: Union[str, os.PathLike], iters_per_epoch: int, before: Dict[str, float]
-) -> None:
-    """Draws loss, gamma and AP50 over the iterations of a training into a PNG.
+def draw_curves(scalars: Union[str, os.PathLike], out: Union[str, os.PathLike], iters_per_epoch: int) -> None:
+    """Draws loss, gamma and AP50 over the iterations of a training into a PNG, AP50 before a recalibration as open markers.
 
     Args:
         scalars (str | Path): A ``scalars.json``.
         out (str | Path): The PNG to write.
         iters_per_epoch (int): To put the validations, counted in epochs, on the same axis.
-        before (dict[str, float]): Metrics before the BN recalibration, drawn as open markers.
     """
     import matplotlib
 
@@ -51,13 +50,13 @@ def draw_curves(
     axes[1].annotate('RepBN', (0.99, 0.1), xycoords='axes fraction', ha='right', va='bottom', color='gray')
     for kind, colour in (('bbox', 'tab:blue'), ('segm', 'tab:orange')):
         name = f'coco/{kind}_mAP_50'
-        epochs, values = curves.get(name, ([], []))
-        # the validation before the recalibration is logged once more under the epoch before the last
-        first = dict(zip(reversed(epochs), reversed(values)))
-        steps = sorted(e * iters_per_epoch for e in first)
-        axes[2].plot(steps, [first[e] for e in sorted(first)], 'o-', color=colour, label=f'{kind} AP50')
-        if name in before and steps:
-            axes[2].plot(steps[-1], before[name], 'o', mfc='none', color=colour, label=f'{kind}, before recalibration')
+        if name in curves:
+            epochs, values = curves[name]
+            axes[2].plot([e * iters_per_epoch for e in epochs], values, 'o-', color=colour, label=f'{kind} AP50')
+        if f'{BEFORE}/{name}' in curves:
+            epochs, values = curves[f'{BEFORE}/{name}']
+            steps = [e * iters_per_epoch for e in epochs]
+            axes[2].plot(steps, values, 'o', mfc='none', color=colour, label=f'{kind}, before recalibration')
     axes[2].set(ylabel='AP50', xlabel='iteration', ylim=(0, 1))
     axes[2].legend(loc='upper left', fontsize='small')
     for ax in axes:

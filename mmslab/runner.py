@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch.nn as nn
 from mmengine.config import Config
@@ -10,11 +10,13 @@ from mmengine.device import get_device
 from mmengine.dist import is_distributed
 from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
 
 from .checkpoints import use_safe_loading
 from .distributed import check_sync_bn, start_on_cpu, sync_on_cpu
+from .logs import grouped_parameters
 
 
 class TextOnce(Config):
@@ -94,6 +96,10 @@ class SafeRunner(Runner):
     def test(self) -> dict:
         with use_safe_loading(self.trust_checkpoint):
             return super().test()
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Union[OptimWrapper, OptimWrapperDict]:
+        with grouped_parameters():
+            return super().build_optim_wrapper(optim_wrapper)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> dict:
         with use_safe_loading(self.trust_checkpoint):

@@ -8,9 +8,8 @@ from mmslab.plots import draw_curves, draw_sheet, read_scalars
 
 def scalars(folder):
     lines = [dict(loss=3.0 - i / 10, gamma=1 - i / 10, iter=i, step=i, epoch=1 + i // 5) for i in range(1, 11)]
-    # epochs 1 and 2; the validation before the recalibration comes under epoch 1 again
-    for step, ap in ((1, 0.2), (1, 0.9), (2, 0.4)):
-        lines.append({'coco/bbox_mAP_50': ap, 'coco/segm_mAP_50': ap / 2, 'step': step})
+    for step, ap, prefix in ((1, 0.2, ''), (2, 0.9, 'before_recalibration/'), (2, 0.4, '')):
+        lines.append({f'{prefix}coco/bbox_mAP_50': ap, f'{prefix}coco/segm_mAP_50': ap / 2, 'step': step})
     path = folder / 'scalars.json'
     path.write_text('\n'.join(map(json.dumps, lines)))
     return path
@@ -19,8 +18,9 @@ def scalars(folder):
 def test_scalars_are_read(tmp_path):
     curves = read_scalars(scalars(tmp_path))
     assert curves['gamma'] == (list(range(1, 11)), [1 - i / 10 for i in range(1, 11)])
-    assert curves['coco/bbox_mAP_50'] == ([1, 1, 2], [0.2, 0.9, 0.4])
-    assert set(curves) == {'loss', 'gamma', 'coco/bbox_mAP_50', 'coco/segm_mAP_50'}
+    assert curves['coco/bbox_mAP_50'] == ([1, 2], [0.2, 0.4])
+    ap = {f'{prefix}coco/{kind}_mAP_50' for prefix in ('', 'before_recalibration/') for kind in ('bbox', 'segm')}
+    assert set(curves) == {'loss', 'gamma', *ap}
 
 
 def test_curves_have_a_point_for_each_epoch(tmp_path, monkeypatch):
@@ -29,10 +29,10 @@ def test_curves_have_a_point_for_each_epoch(tmp_path, monkeypatch):
     drawn = []
     plot = matplotlib.axes.Axes.plot
     monkeypatch.setattr(matplotlib.axes.Axes, 'plot', lambda self, *a, **k: drawn.append((a, k)) or plot(self, *a, **k))
-    draw_curves(scalars(tmp_path), tmp_path / 'curves.png', 5, {'coco/bbox_mAP_50': 0.9, 'coco/segm_mAP_50': 0.45})
+    draw_curves(scalars(tmp_path), tmp_path / 'curves.png', 5)
     by_label = {k.get('label'): a for a, k in drawn}
     assert by_label['bbox AP50'][:2] == ([5, 10], [0.2, 0.4])
-    assert by_label['segm, before recalibration'][:2] == (10, 0.45)
+    assert by_label['segm, before recalibration'][:2] == ([10], [0.45])
     assert cv2.imread(str(tmp_path / 'curves.png')).std() > 10
 
 

@@ -13,6 +13,8 @@ from mmslab.runner import SafeRunner, TextOnce
 
 from .hooks import toy  # noqa: F401  (registers its data and model)
 
+NORM = ('ln.weight', 'ln.bias', 'repbn.eta', 'repbn.bn.weight', 'repbn.bn.bias')
+
 
 @METRICS.register_module(name='_TestRising', force=True)
 class Rising(BaseMetric):
@@ -111,3 +113,29 @@ def test_the_text_of_a_config_is_made_once(monkeypatch, tmp_path):
     copied = pickle.loads(pickle.dumps(copy.deepcopy(cfg)))
     assert Config.fromfile(tmp_path / 'written.py').b.c == copied.b.c == [2, 3, 4]
     assert copied.pretty_text == cfg.pretty_text and len(made) <= 3
+
+
+def test_the_log_has_a_line_for_a_group_of_parameters(tmp_path):
+    cfg = config(tmp_path, resume=None)
+    cfg.resume, cfg.load_from, cfg.log_level = False, None, 'INFO'
+    cfg.model = dict(type='_TestFrozen', how='requires_grad')
+    cfg.optim_wrapper.optimizer = dict(type='SGD', lr=0.01, weight_decay=0.1)
+    cfg.optim_wrapper.paramwise_cfg = dict(custom_keys=dict(fc1=dict(lr_mult=0.5), fc2=dict(decay_mult=0.0)))
+    for level in ('INFO', 'DEBUG'):
+        cfg.log_level, cfg.work_dir, cfg.experiment_name = level, str(tmp_path / level), f'{tmp_path.name}-{level}'
+        runner = SafeRunner.build(cfg)
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        log = next((tmp_path / level).glob('*/*.log')).read_text().splitlines()
+        said = [line.split(' - ')[-1] for line in log if 'paramwise options' in line or 'not trained' in line]
+        assert said == [
+            'paramwise options lr=0.005, weight_decay=0.1, lr_mult=0.5: 2 parameters, backbone.fc1.weight, '
+            'backbone.fc1.bias',
+            'paramwise options lr=0.01, weight_decay=0.0, decay_mult=0.0: 2 parameters, backbone.fc2.weight, '
+            'backbone.fc2.bias',
+            'not trained (requires_grad=False): 10 parameters, '
+            + ', '.join(f'backbone.norm{i}.{n}' for i in (1, 2) for n in NORM),
+        ]
+        single = [line for line in log if 'paramwise_options --' in line or 'is skipped' in line]
+        assert len(single) == (0 if level == 'INFO' else 22) and all('DEBUG' in line for line in single)
+    groups = runner.optim_wrapper.optimizer.param_groups
+    assert [(g['lr'], g['weight_decay']) for g in groups] == [(0.005, 0.1)] * 2 + [(0.01, 0.0)] * 2

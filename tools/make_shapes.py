@@ -2,7 +2,7 @@
 
 import argparse
 
-from mmslab.data.shapes import MASKS, make_shape_classes, make_shapes
+from mmslab.data.shapes import LAYOUTS, MASKS, make_shape_classes, make_shapes
 from mmslab.errors import input_errors
 
 
@@ -15,12 +15,15 @@ def main() -> None:
     parser.add_argument('--size', type=int, default=128, help='pixels along a side')
     parser.add_argument('--max-shapes', type=int, default=6, help='shapes in an image at the most (not with --classes)')
     parser.add_argument('--masks', choices=MASKS, default='mixed', help='how masks are written (not with --classes)')
+    parser.add_argument(
+        '--layout', choices=LAYOUTS, default='coco', help='annotations/, or beside the images (not with --classes)'
+    )
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--force', action='store_true', help='write over a data set that is there')
     args = vars(parser.parse_args())
     with input_errors():
         if args.pop('classes'):
-            del args['max_shapes'], args['masks']
+            del args['max_shapes'], args['masks'], args['layout']
             counts = make_shape_classes(**args)
             print(f'{args["out"]}: {counts["train"]} images to train on, {counts["val"]} held out')
         else:

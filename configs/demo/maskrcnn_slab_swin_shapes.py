@@ -1,4 +1,5 @@
 # A small SLAB-Swin Mask R-CNN for the shapes that tools/make_shapes.py draws, from scratch, on two CPU cores.
+# For data of your own let `mmslab new-config` write a config: what is chosen here is chosen for shapes.
 _base_ = '../maskrcnn_slab_swin_t_1x.py'
 
 import torch  # noqa: E402  (mmengine takes a config that begins with an import for one of its new kind)
@@ -40,16 +41,17 @@ model = dict(
 data_root = '{{$SHAPES_ROOT:data/shapes}}'
 classes = ('disc', 'rectangle', 'triangle', 'star', 'ring')
 metainfo = dict(classes=classes)
-size = (128, 128)
+image_scale = (128, 128)  # of what it trains on and of what it is tested on, whatever the size of the files
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+    dict(type='Resize', scale=image_scale, keep_ratio=True),
     dict(type='RandomFlip', prob=[0.3, 0.3], direction=['horizontal', 'vertical']),
     dict(type='PackDetInputs'),
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=size, keep_ratio=True),
+    dict(type='Resize', scale=image_scale, keep_ratio=True),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
 ]

@@ -8,6 +8,7 @@ from typing import Optional, Sequence
 from ..version import __version__
 
 COMMANDS = {
+    'new-config': 'write a config for a data set of your own',
     'train': 'train a detector or classifier from a config',
     'test': 'evaluate a checkpoint',
     'infer': 'draw what a detector finds in images or a video, and write it as JSON',
@@ -36,4 +37,4 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         parser.print_help()
         return
     args = parser.parse_args(given[:1])
-    import_module(f'.{args.command}', __name__).main(given[1:], prog=f'mmslab {args.command}')
+    import_module(f'.{args.command.replace("-", "_")}', __name__).main(given[1:], prog=f'mmslab {args.command}')

@@ -48,15 +48,21 @@ def check_trained_classes(checkpoint: Any, name: str, cfg: Config, split: str = 
     Raises:
         ValueError: If both are known and differ; it calls the checkpoint ``name``.
     """
-    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
-    if not isinstance(meta, dict):
-        return
-    of_data = meta.get('dataset_meta', {'classes': meta.get('CLASSES')})  # CLASSES: OpenMMLab's older releases
-    trained = {str(k).lower(): v for k, v in of_data.items()}.get('classes') if isinstance(of_data, dict) else None
-    if not isinstance(trained, (list, tuple)) or not trained:
+    trained = trained_classes(checkpoint)
+    if trained is None:
         return
     for path, _, names, _ in _named_datasets(cfg, split, cfg.get('default_scope')):
-        _check_same(f'the training of checkpoint {name}', tuple(trained), path, names)
+        _check_same(f'the training of checkpoint {name}', trained, path, names)
+
+
+def trained_classes(checkpoint: Any) -> Optional[Labels]:
+    """The names of the classes that ``checkpoint``, what its file holds, was trained on; None if it does not say."""
+    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
+    if not isinstance(meta, dict):
+        return None
+    of_data = meta.get('dataset_meta', {'classes': meta.get('CLASSES')})  # CLASSES: OpenMMLab's older releases
+    trained = {str(k).lower(): v for k, v in of_data.items()}.get('classes') if isinstance(of_data, dict) else None
+    return tuple(trained) if isinstance(trained, (list, tuple)) and trained else None
 
 
 def datasets(node: Any, path: str) -> Iterator[Tuple[str, Mapping]]:

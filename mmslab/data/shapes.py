@@ -14,6 +14,7 @@ from .checks import check_writable
 
 CLASSES = ('disc', 'rectangle', 'triangle', 'star', 'ring')
 MASKS = ('mixed', 'polygon', 'rle')
+LAYOUTS = dict(coco='annotations/instances_{}.json', folders='{}/_annotations.coco.json')
 
 # An instance counts if at least this many pixels, and this share of it, are left visible by those above it
 _MIN_PIXELS, _MIN_VISIBLE = 40, 0.35
@@ -26,11 +27,12 @@ def make_shapes(
     size: int = 128,
     max_shapes: int = 6,
     masks: str = 'mixed',
+    layout: str = 'coco',
     seed: int = 0,
     force: bool = False,
     progress: bool = True,
 ) -> Dict[str, int]:
-    """Writes ``out/{train,val}/*.jpg`` and ``out/annotations/instances_{train,val}.json``.
+    """Writes ``out/{train,val}/*.jpg``, and ``out/annotations/instances_{train,val}.json`` or another of ``LAYOUTS``.
 
     Textured backgrounds; discs, rectangles, triangles, stars and rings from an eighth to over a half of the
     image side, textured too, turned at random, covering each other. An instance's mask is what is visible of
@@ -43,6 +45,7 @@ def make_shapes(
         max_shapes (int): Shapes in an image at the most.
         masks (str): 'polygon', 'rle' (COCO's compressed run lengths), or 'mixed' (image by image). A shape with a
             hole is written as RLE in any case.
+        layout (str): Where the annotations are: 'coco' (default), or 'folders', beside the images.
         seed (int): Of the random generator.
         force (bool): Whether to write over a data set that is already in ``out``.
         progress (bool): Whether to show a progress bar.
@@ -51,20 +54,22 @@ def make_shapes(
         dict[str, int]: Instances in each split.
 
     Raises:
-        ValueError: For a number or a kind of masks out of range.
+        ValueError: For a number, a kind of masks or a layout out of range.
         FileExistsError: If ``out`` has annotations of this data set and ``force`` is not set.
         OSError: If ``out`` cannot be written.
     """
     _check_numbers(num_train=(num_train, 1), num_val=(num_val, 1), size=(size, 32), max_shapes=(max_shapes, 1))
     if masks not in MASKS:
         raise ValueError(f'masks must be one of {MASKS}, but got {masks!r}.')
+    if layout not in LAYOUTS:
+        raise ValueError(f'layout must be one of {tuple(LAYOUTS)}, but got {layout!r}.')
     out = Path(out)
-    annotations = out / 'annotations'
-    existing = [annotations / f'instances_{s}.json' for s in ('train', 'val')]
-    if not force and any(p.exists() for p in existing):
+    annotations = {split: out / LAYOUTS[layout].format(split) for split in ('train', 'val')}
+    if not force and any(p.exists() for p in annotations.values()):
         raise FileExistsError(f'out={str(out)!r} holds a data set already. Choose another folder, or pass --force.')
     check_writable(out, 'out')
-    annotations.mkdir(exist_ok=True)
+    for path in annotations.values():
+        path.parent.mkdir(exist_ok=True)
     counts, files = {}, {}
     for split_id, (split, number) in enumerate((('train', num_train), ('val', num_val))):
         (out / split).mkdir(exist_ok=True)
@@ -95,7 +100,7 @@ def make_shapes(
             images=images,
             annotations=instances,
         )
-        files[annotations / f'instances_{split}.json'] = json.dumps(content, sort_keys=True)
+        files[annotations[split]] = json.dumps(content, sort_keys=True)
         counts[split] = len(instances)
     for path, text in files.items():  # last, so that a run that was interrupted leaves nothing that looks complete
         path.write_text(text)

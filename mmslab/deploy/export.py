@@ -7,9 +7,11 @@ the choice of proposals and non-maximum suppression on, are not part of the grap
 
 import copy
 import importlib.util
+import json
 import logging
 import operator
 import os
+import re
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from ..versions import check_torch
 from .compare import SIZES, Difference, Size, divisor_of, is_of, padded, relative, tensors
 from .convert import PathLike, check_backbone, load_model
 from .fold import fold
+from .metadata import FILE, as_strings, describe
 
 PARTS = ('backbone', 'model')
 TORCH = '2.11'  # the oldest that is known to export all of this
@@ -50,6 +53,10 @@ def export(
     tolerance: float = TOLERANCE,
 ) -> List[Difference]:
     """Folds a model, if it is not folded yet, writes a part of it as a graph, and checks the file.
+
+    The graph of a backbone or a classifier takes any number of images, that of a detector one. The file says how to make its
+    input of an image, and what its outputs are, see :func:`mmslab.deploy.metadata.describe`: each entry as JSON in ONNX's
+    metadata, or all of them in ``mmslab.json``, an extra file of a .pt2.
 
     Args:
         config (str | Path): A config, by path or name, with a backbone of mmslab.
@@ -95,8 +102,9 @@ def export(
     check_checkpoint(checkpoint, 'checkpoint')
     if out.exists() and not force:
         raise FileExistsError(f'out {str(out)!r} exists. Choose another name, or pass --force to replace it.')
+    content = checkpoints.load_file(checkpoint, trust_checkpoint)
     with checkpoints.use_safe_loading(trust_checkpoint):
-        original = load_model(cfg, checkpoints.load_file(checkpoint), repr(str(checkpoint)))
+        original = load_model(cfg, content, repr(str(checkpoint)))
     if size is None:
         check_any_size(original.backbone)
     divisor = divisor_of(original, 1) if part == 'model' else 1
@@ -112,20 +120,25 @@ def export(
     elif not folded.backbone.deploy:  # by itself, so that its output norms stay with it
         folded.backbone.switch_to_deploy(check=False)
     graph, _ = part_of(folded, part, divisor)
+    batch = part == 'backbone' or is_of(original, 'mmpretrain')
     with _no_graph(original, part):
-        program = to_program(graph, size or padded(EXAMPLE, divisor), dynamic=size is None, divisor=divisor)
+        program = to_program(
+            graph, size or padded(EXAMPLE, divisor), dynamic=size is None, divisor=divisor, batch=batch
+        )
+    metadata = describe(cfg, folded, content, part, names, size, divisor)
     check_writable(out.parent, 'the folder of out')
     with tempfile.TemporaryDirectory(prefix='.export-', dir=out.parent) as folder:
         partial = Path(folder) / out.name
         if out.suffix == '.onnx':
             with _no_graph(original, part):
-                to_onnx(program, partial, names)
+                to_onnx(program, partial, names, metadata)
             run = onnx_runner(partial)
         else:
-            torch.export.save(program, partial)
+            torch.export.save(program, partial, extra_files={FILE: json.dumps(metadata)})
             module = torch.export.load(partial).module(check_guards=False)
             run = lambda image: tensors(module(image))  # noqa: E731
-        differences = compare_runs(expected, run, names, [size] if size else [padded(s, divisor) for s in sizes])
+        sizes = [size] if size else [padded(s, divisor) for s in sizes]
+        differences = compare_runs(expected, run, names, sizes, batches=(1, 3) if batch else (1,))
         worst = max(differences, key=lambda d: (d.relative != d.relative, d.relative))
         if not worst.relative <= tolerance:
             raise ValueError(
@@ -165,10 +178,10 @@ class _Part(nn.Module):
 def part_of(model: nn.Module, part: str, divisor: int = 1) -> Tuple[nn.Module, List[str]]:
     """What of a detector or classifier becomes a graph, and the names of its outputs.
 
-    The graph takes normalized images ``(1, 3, H, W)``, named ``image``. With ``part`` 'backbone' it gives the maps
-    of the stages, ``map0``... With 'model' it gives
+    The graph takes normalized images ``(B, 3, H, W)``, named ``image``; B is 1 for a detector. With ``part`` 'backbone' it
+    gives the maps of the stages, ``map0``... With 'model' it gives
 
-    * of a classifier the class scores ``(1, num_classes)``, ``scores``;
+    * of a classifier the class scores ``(B, num_classes)``, ``scores``;
     * of a detector with one stage what its head computes, in its order: ``scores0``, ... and ``deltas0``, ..., for each
       level, and of heads with more than these ``output2_0``, ...;
     * of a detector with two stages the same of the RPN, and the neck's maps, ``neck0``..., which its second stage
@@ -239,15 +252,16 @@ def check_any_size(backbone: SLABBackbone) -> None:
 
 @torch.no_grad()
 def to_program(
-    model: nn.Module, size: Size = EXAMPLE, dynamic: bool = True, divisor: int = 1
+    model: nn.Module, size: Size = EXAMPLE, dynamic: bool = True, divisor: int = 1, batch: bool = True
 ) -> torch.export.ExportedProgram:
-    """``torch.export`` of a folded backbone, or of another module that takes images ``(1, 3, H, W)``, in eval mode.
+    """``torch.export`` of a folded backbone, or of another module that takes images ``(B, 3, H, W)``, in eval mode.
 
     Args:
         size (tuple[int, int]): Height and width of the image to trace with. The maps of every stage should be at
             least as large as the spatial reduction there (PVT), and so must those of images given to the graph.
         dynamic (bool): Whether height and width stay open. Defaults to True.
         divisor (int): What open heights and widths are multiples of. Defaults to 1.
+        batch (bool): Whether the number of images stays open, or is 1. Defaults to True.
 
     Raises:
         ValueError: For a torch before 2.11.
@@ -256,29 +270,55 @@ def to_program(
     dims = {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if dynamic else {}
     if dynamic and divisor > 1:
         dims = {i: divisor * torch.export.Dim(name, min=1) for i, name in ((2, 'rows'), (3, 'columns'))}
+    if batch:
+        dims[0] = torch.export.Dim.DYNAMIC
     # open sizes of 1, such as a single window, are sizes like all others
     with _quiet(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        return torch.export.export(model, (torch.zeros(1, 3, *size),), dynamic_shapes=(dims,), strict=False)
+        return torch.export.export(model, (torch.zeros(1 + batch, 3, *size),), dynamic_shapes=(dims,), strict=False)
 
 
-def to_onnx(program: torch.export.ExportedProgram, path: PathLike, names: Sequence[str]) -> None:
-    """Writes an exported program as ONNX, its input ``image`` and its outputs ``names``."""
+def to_onnx(
+    program: torch.export.ExportedProgram,
+    path: PathLike,
+    names: Sequence[str],
+    metadata: Optional[Dict[str, Any]] = None,
+) -> None:
+    """Writes an exported program as ONNX, its input ``image`` and its outputs ``names``, and ``metadata``, each value as JSON.
+
+    The open axes of the input are called ``batch``, ``height`` and ``width``, and those of the outputs what they are of these,
+    such as ``((height + 3)//4)``.
+    """
     from onnxscript import opset18 as op
 
     def floordiv(a, b):  # Python's. onnxscript takes its operands for positive, and ONNX's Div rounds towards 0
         return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
     with _quiet():
-        torch.onnx.export(
+        made = torch.onnx.export(
             program,
-            f=str(path),
             input_names=['image'],
             output_names=list(names),
             custom_translation_table={operator.floordiv: floordiv},
-            external_data=False,
             dynamo=True,
             verbose=False,
         )
+        _name_axes(made)
+        made.model.metadata_props.update(as_strings(metadata or {}))
+        made.save(str(path), external_data=False)
+
+
+def _name_axes(made: Any) -> None:
+    image = made.model.graph.inputs[0]
+    axes = [axis if isinstance(axis, int) else str(getattr(axis, 'value', axis)) for axis in image.shape]
+    names: Dict[Any, str] = {}
+    for i, name in ((0, 'batch'), (2, 'height'), (3, 'width')):
+        if isinstance(axes[i], str):
+            (symbol,) = re.findall(r'[A-Za-z_]\w*', axes[i])  # s0, or 32*s0 where a side is a multiple
+            (factor,) = re.findall(r'\b\d+\b', axes[i]) or ('1',)
+            names[symbol] = name if factor == '1' else f'({name}//{factor})'
+            axes[i] = name
+    made.rename_axes(names)
+    image.shape = type(image.shape)(axes)
 
 
 def onnx_runner(path: PathLike) -> Callable[[Tensor], List[Tensor]]:
@@ -297,12 +337,16 @@ def compare_runs(
     run: Callable[[Tensor], Sequence[Tensor]],
     names: Sequence[str],
     sizes: Sequence[Size],
+    batches: Sequence[int] = (1,),
 ) -> List[Difference]:
-    """How far ``run`` is from ``expected`` in each output, for a random image of each size; infinitely for another shape."""
+    """How far ``run`` is from ``expected`` in each output, for random images of each size; infinitely for another shape.
+
+    ``batches`` says how many images there are at once, in turns, the last first.
+    """
     generator = torch.Generator().manual_seed(0)
     found = []
-    for size in sizes:
-        image = torch.randn(1, 3, *size, generator=generator)
+    for i, size in enumerate(sizes):
+        image = torch.randn(batches[-1 - i % len(batches)], 3, *size, generator=generator)
         for name, actual, wanted in zip(names, run(image), expected(image)):
             found.append(Difference(tuple(size), name, relative(actual, wanted)))
     return found

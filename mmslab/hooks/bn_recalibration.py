@@ -11,7 +11,15 @@ import torch.nn as nn
 from fvcore.nn.precise_bn import update_bn_stats
 from mmengine.dataset import InfiniteSampler
 from mmengine.dist import all_reduce, get_world_size, is_main_process
-from mmengine.hooks import EMAHook, Hook
+from mmengine.hooks import (
+    CheckpointHook,
+    EarlyStoppingHook,
+    EMAHook,
+    Hook,
+    LoggerHook,
+    ParamSchedulerHook,
+    RuntimeInfoHook,
+)
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, Runner
@@ -21,6 +29,12 @@ from torch import Tensor
 from ..data.place import sampler_of
 from ..layers.norm import RepBN, repbn_modules
 from .frozen import frozen_repbn
+
+BEFORE = 'before_recalibration'
+
+# What these make of a validation (the best checkpoint, an early end, a learning rate, the metrics of an epoch) they make of
+# the one after the recalibration: no checkpoint has the statistics of the one before
+_CONCLUDING = (CheckpointHook, EarlyStoppingHook, LoggerHook, ParamSchedulerHook, RuntimeInfoHook)
 
 
 class _Forward(nn.Module):
@@ -160,8 +174,10 @@ class BNRecalibrationHook(Hook):
     Args:
         num_epochs (int, optional): Passes over the training data. Give this or ``num_iters``.
         num_iters (int, optional): Batches of training data on each rank.
-        validate_before (bool): Whether to run validation once more before, to see what recalibration changes;
-            its metrics are kept in the message hub as ``metrics_before_recalibration``. Defaults to False.
+        validate_before (bool): Whether to run validation once more before, to see what recalibration changes. Its
+            metrics are logged under the same epoch (or iteration) as those after, with ``before_recalibration/`` before
+            their names, and kept in the message hub as ``metrics_before_recalibration``; neither the best checkpoint nor
+            early stopping nor a scheduler goes by them. Defaults to False.
 
     Raises:
         ValueError: Unless exactly one of ``num_epochs`` and ``num_iters`` is given and positive; before training,
@@ -182,6 +198,7 @@ class BNRecalibrationHook(Hook):
         self.num_epochs = num_epochs
         self.num_iters = num_iters
         self.validate_before = validate_before
+        self.validating = False
         self._ema: Optional[nn.Module] = None
 
     def before_train(self, runner: Runner) -> None:
@@ -211,7 +228,9 @@ class BNRecalibrationHook(Hook):
         """Recalibrates ``runner``'s model, and its EMA if it has one, on its training data."""
         if self.validate_before and runner.val_loop is not None:
             modes = [(m, m.training) for m in runner.model.modules()]
-            metrics = runner.val_loop.run()
+            with self._aside(runner):
+                metrics = runner.val_loop.run()
+                self._log(runner, metrics)
             for m, mode in modes:
                 m.training = mode
             runner.message_hub.update_info('metrics_before_recalibration', dict(metrics))
@@ -228,6 +247,38 @@ class BNRecalibrationHook(Hook):
             runner.logger.info(f'BN statistics of {layers} layers of the {name} recalibrated over {iters} batches')
         if hook is not None and not hook.ema_model.update_buffers:
             self._ema = hook.ema_model.module
+
+    @contextmanager
+    def _aside(self, runner: Runner) -> Iterator[None]:
+        """A validation within it is of the epoch (or iteration) that has just ended, and nothing follows from it.
+
+        mmengine counts an epoch or iteration after the hooks for its end, and validates only then.
+        """
+        loop = runner.train_loop
+        counter = '_epoch' if isinstance(loop, EpochBasedTrainLoop) else '_iter'
+        done = getattr(loop, counter)
+        hooks = [hook for hook in runner.hooks if isinstance(hook, _CONCLUDING)]
+        setattr(loop, counter, done + 1)
+        self.validating = True
+        for hook in hooks:
+            hook.after_val_epoch = lambda *args, **kwargs: None  # in the way of the class's own
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                del hook.after_val_epoch
+            self.validating = False
+            setattr(loop, counter, done)
+
+    def _log(self, runner: Runner, metrics: Dict[str, Any]) -> None:
+        named = {f'{BEFORE}/{k}': float(v) for k, v in metrics.items() if isinstance(v, (int, float, np.number))}
+        logger = next((hook for hook in runner.hooks if isinstance(hook, LoggerHook)), None)
+        by_epoch = logger.log_metric_by_epoch if logger else isinstance(runner.train_loop, EpochBasedTrainLoop)
+        step = runner.epoch if by_epoch else runner.iter
+        shown = '  '.join(f'{name}: {value:.4f}' for name, value in named.items())
+        runner.logger.info(f'{"Epoch" if by_epoch else "Iter"}(val) [{step}]  {shown}')
+        if logger:
+            runner.visualizer.add_scalars(named, step=step, file_path=logger.json_log_path)
 
     def _num_iters(self, loader) -> int:
         if self.num_iters is not None:

@@ -13,6 +13,8 @@ from mmengine.runner import EpochBasedTrainLoop, Runner
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .bn_recalibration import BNRecalibrationHook
+
 
 @HOOKS.register_module()
 class RichProgressHook(Hook):
@@ -107,8 +109,12 @@ class RichProgressHook(Hook):
             if k.startswith(self.metrics) and not k.endswith(('_s', '_m', '_l', '_75'))
         }
         text = '  '.join(f'{k.split("/")[-1]} {v:.3f}' for k, v in shown.items())
+        before = any(isinstance(hook, BNRecalibrationHook) and hook.validating for hook in runner.hooks)
         self.console.print(
-            f'  validation after iteration {runner.iter}:  {text or metrics}', highlight=False, soft_wrap=True
+            f'  validation after iteration {runner.iter}{", before the BN recalibration" if before else ""}:  '
+            f'{text or metrics}',
+            highlight=False,
+            soft_wrap=True,
         )
 
     @master_only

@@ -27,6 +27,18 @@ def test_the_same_bytes_every_time(tmp_path):
     assert all(a[k] != c[k] for k in a)
 
 
+def test_annotations_beside_the_images(tmp_path):
+    for layout in ('coco', 'folders'):
+        make_shapes(tmp_path / layout, layout=layout, **SMALL)
+    for split in ('train', 'val'):
+        plain = tmp_path / 'coco' / 'annotations' / f'instances_{split}.json'
+        beside = tmp_path / 'folders' / split / '_annotations.coco.json'
+        assert beside.read_text() == plain.read_text()
+    assert not (tmp_path / 'folders' / 'annotations').exists()
+    with pytest.raises(FileExistsError, match='holds a data set already'):
+        make_shapes(tmp_path / 'folders', layout='folders', **SMALL)
+
+
 @pytest.mark.parametrize('masks', ['polygon', 'rle', 'mixed'])
 def test_annotations_say_what_is_in_the_images(tmp_path, masks):
     make_shapes(tmp_path, **{**SMALL, 'num_train': 12}, masks=masks)
@@ -75,6 +87,7 @@ def test_shapes_of_all_classes_and_sizes():
         (dict(size=16), 'size must be at least 32'),
         (dict(max_shapes=0), 'max_shapes must be at least 1'),
         (dict(masks='bitmap'), "masks must be one of .*'bitmap'"),
+        (dict(layout='flat'), "layout must be one of .*'folders'.*'flat'"),
     ],
 )
 def test_bad_arguments_are_named(tmp_path, kwargs, message):

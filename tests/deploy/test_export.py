@@ -2,15 +2,20 @@
 
 import copy
 import importlib.util
+import itertools
+import json
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from mmengine.registry import MODELS
 
 from mmslab.deploy import export as module
 from mmslab.deploy.export import TORCH, check_any_size, export, onnx_runner, to_onnx, to_program
+from mmslab.version import __version__
 
-from ..conftest import assert_relative, needs_torch, randomize
+from ..conftest import ROOT, assert_relative, needs_torch, randomize
 from .test_convert import config, trained
 from .test_families import detector, small
 
@@ -72,34 +77,62 @@ def test_a_backbone_as_a_graph_takes_images_of_any_size(family, tmp_path):
         for a, e in zip(run(tiny), original(tiny)):
             assert_relative(a, e, 1e-4)
     module = program.module(check_guards=False)
-    for size in SIZES:
-        image = torch.randn(1, 3, *size)
+    for size, batch in itertools.product(SIZES, (1, 2, 3)):
+        image = torch.randn(batch, 3, *size)
         with torch.no_grad():
             expected = original(image)
             for actual in (run(image), module(image)):
                 assert len(actual) == len(expected)
                 for a, e in zip(actual, expected):
                     assert_relative(a, e, 1e-4)
+    # the axes are named, and the names of the outputs' are formulas of the input's
+    session = onnxruntime.InferenceSession(str(tmp_path / 'graph.onnx'))
+    assert session.get_inputs()[0].shape == ['batch', 3, 'height', 'width']
+    sizes = dict(batch=batch, height=size[0], width=size[1])
+    for output, e in zip(session.get_outputs(), expected):
+        shape = [eval(axis, {}, sizes) if isinstance(axis, str) else axis for axis in output.shape]
+        assert shape == list(e.shape)
+
+
+def docs_code(name, of):
+    """The code block of a page that has ``of`` in it."""
+    blocks = (ROOT / 'docs' / name).read_text().split('```')[1::2]
+    (code,) = [block for block in blocks if of in block]
+    return code.partition('\n')[2]
 
 
 @needs_torch(TORCH)
-def test_a_detector_up_to_its_heads(tmp_path):
-    """RPN scores, deltas and the neck's maps, from the file that the command line writes, named."""
+def test_a_detector_up_to_its_heads_from_an_image_by_the_files_own_recipe(tmp_path, monkeypatch):
+    """RPN scores, deltas and the neck's maps, by NumPy and onnxruntime alone, as docs/export.md does, against the detector."""
     path = config(tmp_path, 'detector')
-    path.write_text(path.read_text().replace('(2, 2, 2, 2)', '(1, 1, 1, 1)'))
+    text = path.read_text().replace('(2, 2, 2, 2)', '(1, 1, 1, 1)')
+    other = 'mean=[3.0, 100.0, 120.0], std=[50.0, 60.0, 70.0], bgr_to_rgb=False, pad_size_divisor=64, pad_value=0.5'
+    path.write_text(text.replace('model = dict(', f'model = dict(data_preprocessor=dict({other}),'))
     weights, original = trained(tmp_path, path)
-    file = tmp_path / 'graph.onnx'
-    found = export(path, weights, file, part='model', sizes=((64, 64), (75, 100)))
-    assert {d.output for d in found} == {f'{what}{i}' for what in ('neck', 'scores', 'deltas') for i in range(4)}
-    assert max(d.relative for d in found) < 1e-4
-    image = torch.randn(1, 3, 90, 130)
+    found = export(path, weights, tmp_path / 'backbone.onnx', part='model', sizes=((64, 64), (75, 100)))
+    names = [f'{what}{i}' for what in ('neck', 'scores', 'deltas') for i in range(4)]
+    assert {d.output for d in found} == set(names) and max(d.relative for d in found) < 1e-4
+
+    image = np.random.default_rng(0).integers(0, 256, (75, 130, 3), dtype=np.uint8)
+    monkeypatch.chdir(tmp_path)
+    used = dict(image=image)
+    exec(docs_code('export.md', 'def prepare'), used)
+    inputs = original.data_preprocessor(dict(inputs=[torch.from_numpy(image.transpose(2, 0, 1).copy())]))['inputs']
+    assert inputs.shape == (1, 3, 128, 192)
+    np.testing.assert_allclose(used['prepare'](image), inputs, atol=1e-6)
     with torch.no_grad():
-        maps = original.extract_feat(image)
+        maps = original.extract_feat(inputs)
         scores, deltas = original.rpn_head(maps)
-    run, wanted = onnx_runner(file)(image), [*maps, *scores, *deltas]
-    assert len(run) == len(wanted)
-    for actual, expected in zip(run, wanted):
-        assert_relative(actual, expected, 1e-4)
+    assert list(used['outputs']) == names
+    for actual, expected in zip(used['outputs'].values(), [*maps, *scores, *deltas]):
+        assert_relative(torch.from_numpy(actual), expected, 1e-4)
+
+    meta = used['meta']
+    assert meta['channel_order'] == 'BGR' and meta['class_names'] == ['a', 'b', 'c', 'd', 'e'] and meta['size'] is None
+    assert meta['folded'] is True and meta['part'] == 'model' and meta['mmslab_version'] == __version__
+    assert (meta['model'], meta['backbone']) == ('MaskRCNN', 'SLABSwin')
+    session = onnxruntime.InferenceSession('backbone.onnx')
+    assert session.get_inputs()[0].shape == [1, 3, 'height', 'width']
 
 
 def written(folder, family):
@@ -175,13 +208,25 @@ def test_a_classifier_of_one_size(tmp_path):
         export(path, weights, tmp_path / 'graph.onnx', part='model')
     assert not list(tmp_path.glob('graph*')) and not list(tmp_path.glob('.export*'))
     export(path, weights, tmp_path / 'graph.onnx', part='model', size=(64, 64))
-    image = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        expected = original(image, mode='tensor').softmax(-1)
-    assert_relative(onnx_runner(tmp_path / 'graph.onnx')(image)[0], expected, 1e-4)
     export(path, weights, tmp_path / 'graph.pt2', part='model', size=(64, 64))
-    (scores,) = torch.export.load(tmp_path / 'graph.pt2').module(check_guards=False)(image)
-    assert_relative(scores, expected, 1e-4)
+    extra = {'mmslab.json': ''}
+    graph = torch.export.load(tmp_path / 'graph.pt2', extra_files=extra).module(check_guards=False)
+    for batch in (1, 2, 3):
+        image = torch.randn(batch, 3, 64, 64)
+        with torch.no_grad():
+            expected = original(image, mode='tensor').softmax(-1)
+        assert_relative(onnx_runner(tmp_path / 'graph.onnx')(image)[0], expected, 1e-4)
+        assert_relative(graph(image)[0], expected, 1e-4)
+    session = onnxruntime.InferenceSession(str(tmp_path / 'graph.onnx'))
+    assert [each.shape for each in (*session.get_inputs(), *session.get_outputs())] == [
+        ['batch', 3, 64, 64],
+        ['batch', 5],
+    ]
+    meta = json.loads(extra['mmslab.json'])
+    written = session.get_modelmeta().custom_metadata_map
+    assert {key: json.loads(value) for key, value in written.items()} == meta
+    assert (meta['size'], meta['channel_order'], meta['output_names']) == ([64, 64], 'RGB', ['scores'])
+    assert meta['mean'] == [123.675, 116.28, 103.53] and meta['std'] == [58.395, 57.12, 57.375]
 
 
 @needs_torch(TORCH)

@@ -1,11 +1,14 @@
 import copy
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
 from mmcv.cnn.bricks.drop import DropPath
-from mmengine.hooks import Hook
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import EarlyStoppingHook, Hook
+from mmengine.registry import METRICS
 from torch.utils.data import DataLoader
 
 from mmslab.hooks import BNRecalibrationHook
@@ -154,6 +157,65 @@ def test_the_last_validation_is_of_the_recalibrated_model(tmp_path):
         want = float(run.model.eval()._features(Items().x).mean())
     assert seen[8][1] == pytest.approx(want, rel=1e-5) and seen[8][0] != pytest.approx(want, rel=1e-5)
     assert run.message_hub.get_info('metrics_before_recalibration') == {'mean': seen[8][0]}
+
+
+@METRICS.register_module(name='_TestScores', force=True)
+class Scores(BaseMetric):
+    """1 at the first validation, 3 before the recalibration, 2 after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = iter([1.0, 3.0, 2.0])
+
+    def process(self, data_batch, data_samples):
+        self.results.append(0)
+
+    def compute_metrics(self, results):
+        return dict(score=next(self.scores))
+
+
+@pytest.mark.parametrize('iter_based', [False, True])
+def test_the_validation_before_stands_in_the_log_beside_the_one_after_and_decides_nothing(tmp_path, iter_based):
+    stopping = EarlyStoppingHook(monitor='score', rule='greater', patience=100)
+    run = runner(
+        tmp_path,
+        [dict(type='GammaDecayHook', T=1.0), dict(type='BNRecalibrationHook', num_iters=4, validate_before=True)],
+        epochs=2,
+        val=True,
+        iter_based=iter_based,
+        checkpoint=dict(save_best='score', rule='greater'),
+        extra=[stopping],
+    )
+    run.val_evaluator.metrics[0] = Scores()
+    if iter_based:
+        run._train_loop['val_interval'] = 4  # a dict, until it is first used
+    for handler in run.logger.handlers:
+        handler.setLevel('INFO')
+    gammas = []
+    run.model.register_forward_pre_hook(lambda m, args: gammas.append(float(m.backbone['norm1'].gamma)))
+    run.train()
+    # in scalars.json: under the last step both, by different names
+    first, last = (4, 8) if iter_based else (1, 2)
+    lines = [json.loads(line) for line in next(tmp_path.glob('*/vis_data/scalars.json')).read_text().splitlines()]
+    scores = [(k, v, line['step']) for line in lines for k, v in line.items() if k.endswith('score')]
+    assert scores == [('score', 1.0, first), ('before_recalibration/score', 3.0, last), ('score', 2.0, last)]
+    # in the log
+    log = next(tmp_path.glob('*/*.log')).read_text().splitlines()
+    kind = 'Iter' if iter_based else 'Epoch'
+    (before,) = [line for line in log if 'before_recalibration/score' in line]
+    assert before.endswith(f'{kind}(val) [{last}]  before_recalibration/score: 3.0000')
+    assert len([line for line in log if ' score: 3' in line]) == 0
+    assert iter_based or all(f'Epoch(val) [{e}]' in '\n'.join(log) for e in (1, 2))
+    assert not any('Epoch(val) [1]' in line for line in log[log.index(before) - 4 :])
+    # the best checkpoint and early stopping go by the model that is kept
+    (best,) = tmp_path.glob('best_*')
+    assert best.stem == f'best_score_{kind.lower()}_{last}' and run.message_hub.get_info('best_score') == 2.0
+    assert stopping.best_score == 2.0
+    state = torch.load(best, weights_only=False)['state_dict']
+    assert torch.equal(state['backbone.norm2.repbn.bn.running_mean'], statistics(run.model)[2])
+    # the model that it validates, as the one that is recalibrated, is at the end of its decay
+    assert gammas[-12:] == [0.0] * 12  # 4 batches before, 4 to recalibrate, 4 after
+    assert run.iter == 8 and (iter_based or run.epoch == 2)
 
 
 @pytest.mark.parametrize('update_buffers', [False, True])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mmengine.config import Config
 from mmengine.fileio import LocalBackend
 from mmengine.registry import DATASETS, MODELS
 
