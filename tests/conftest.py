@@ -28,6 +28,30 @@ def _unformatted_configs(monkeypatch):
     monkeypatch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **kwargs: (text, True))
 
 
+INITIALIZERS = ('trunc_normal_', 'kaiming_uniform_', 'kaiming_normal_', 'xavier_uniform_', 'normal_', 'uniform_')
+
+
+@pytest.fixture
+def undrawn_weights(monkeypatch):
+    """Models keep what is in memory for weights, where their shapes alone matter: drawing those of a large one takes seconds."""
+    for name in INITIALIZERS:
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+
+
+@pytest.fixture
+def quick_weights(monkeypatch):
+    """Random weights of about the right size: the same million again and again."""
+    numbers = torch.empty(1_000_003).uniform_(-0.03, 0.03)
+
+    def fill(tensor, *args, **kwargs):
+        for part in tensor.detach().view(-1).split(len(numbers)):
+            part.copy_(numbers[: len(part)])
+        return tensor
+
+    for name in INITIALIZERS:
+        monkeypatch.setattr(torch.nn.init, name, fill)
+
+
 def needs_torch(lowest: str) -> Callable[[Callable], Callable]:
     """For a test of what needs a newer torch: on an older one it must end in the error that says so.
 

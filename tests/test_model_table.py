@@ -64,7 +64,7 @@ def test_sla_is_counted_right():
 
 
 @pytest.mark.parametrize('only', ['imagenet/deit', 'imagenet/pvt', 'imagenet/swin', 'imagenet/flatten', 'imagenet/sla'])
-def test_flops_are_the_papers_within_five_percent(only):
+def test_flops_are_the_papers_within_five_percent(only, undrawn_weights):
     found = list(rows(INDEX, only=only))
     assert len(found) >= 6
     for row in found:
