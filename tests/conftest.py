@@ -1,6 +1,8 @@
 import functools
+import http.server
 import itertools
 import os
+import sys
 from pathlib import Path
 from typing import Callable, Dict, Sequence, Tuple
 
@@ -70,6 +72,17 @@ def needs_torch(lowest: str) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
+
+
+class LocalServer(http.server.ThreadingHTTPServer):
+    """A server on this machine that says nothing of clients which break off, as the downloads do that are tested."""
+
+    def __init__(self, handler: Callable) -> None:
+        super().__init__(('127.0.0.1', 0), handler)
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], (ConnectionResetError, BrokenPipeError)):
+            super().handle_error(request, client_address)
 
 
 def golden(name: str) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:
