@@ -18,12 +18,19 @@ from torch.overrides import TorchFunctionMode
 
 from ..layers.compare import relative_difference
 from ..layers.fold import Affine, affine_of, check_foldable, is_affine
-from ..layers.norm import PRepBN, RepBN, TokenBN
-from .labels import UNKNOWN, ZERO, Slot, Source, Trace, trace
+from ..layers.norm import PRepBN, RepBN, TokenBN, channel_dim_of
+from .labels import UNKNOWN, ZERO, Slot, Trace, trace
 
 NORMS = (PRepBN, RepBN, TokenBN)
 TOLERANCE = 1e-10  # of a comparison in float64
 Example = Union[Tensor, tuple, Mapping[str, Any], Callable[[nn.Module], Any]]
+
+
+class Folded(nn.Identity):
+    """In the place of a folded norm; it takes what the norm took."""
+
+    def forward(self, x: Tensor, data_format: Optional[str] = None) -> Tensor:
+        return x
 
 
 @dataclass
@@ -112,7 +119,7 @@ def fold(model: nn.Module, *examples: Example) -> Report:
     check_foldable(model)
     runs = list(_runs(model, examples))
     known = {n: m for n, m in norms.items() if is_affine(m)}
-    found = trace(model, [run for _, run in runs], {n: _channel_dim(m) for n, m in known.items()})
+    found = trace(model, [run for _, run in runs], list(known))
     affine = {n: affine_of(m) for n, m in known.items() if found.norms[n].calls}
     plan = make_plan(model, found, affine)
 
@@ -217,9 +224,7 @@ def _backward(
 
 
 @torch.no_grad()
-def apply(
-    model: nn.Module, plan: Plan, affine: Mapping[str, Tuple[Tensor, Tensor]], found: Trace, names: set
-) -> None:
+def apply(model: nn.Module, plan: Plan, affine: Mapping[str, Tuple[Tensor, Tensor]], found: Trace, names: set) -> None:
     """Folds the norms ``names`` of ``model`` as planned; the others of ``affine`` become scales and shifts."""
     for slot, labels in plan.forward.items():
         scale, shift = torch.ones_like(labels), torch.zeros_like(labels)
@@ -241,7 +246,7 @@ def apply(
         _fold_backward(model, slot, scale, shift)
     for name in affine:
         norm = model.get_submodule(name)
-        kind = nn.Identity() if name in names else _affine(norm, *affine[name])
+        kind = Folded() if name in names else _affine(norm, *affine[name])
         for parent in list(model.modules()):
             for key, child in parent._modules.items():
                 if child is norm:
@@ -296,11 +301,7 @@ def _bias(model: nn.Module, slot: Slot, channels: int) -> nn.Parameter:
 
 def _affine(norm: nn.Module, scale: Tensor, shift: Tensor) -> Affine:
     like = next(norm.parameters())
-    return Affine(scale.to(like), shift.to(like), channel_dim=_channel_dim(norm))
-
-
-def _channel_dim(norm: nn.Module) -> int:
-    return getattr(norm, 'channel_dim', -1)
+    return Affine(scale.to(like), shift.to(like), channel_dim_of(norm))
 
 
 def _rejected(names: Sequence[str], difference: Callable[[Iterable[str]], float]) -> Dict[str, float]:
@@ -344,7 +345,9 @@ def _runner(example: Example) -> Callable[[nn.Module], Any]:
         return lambda model: model(example)
     if callable(example):
         return example
-    raise ValueError(f'an example is a tensor, a tuple or dict of arguments, or a function of the model, but got {example!r}.')
+    raise ValueError(
+        f'an example is a tensor, a tuple or dict of arguments, or a function of the model, but got {example!r}.'
+    )
 
 
 def _variants(example: Example) -> List[Tensor]:

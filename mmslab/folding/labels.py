@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ..layers.norm import channel_dim_of
+
 ZERO, UNKNOWN = 0.0, -1.0  # of a number that padding made, and of one that has no label; labels of channels are above
 _STRIDE = 2**24  # channels of a source at most; float64, which all operations take, counts to 2**53
 
@@ -38,7 +40,9 @@ _MOVES = frozenset(
 _KEEPS = frozenset(
     'contiguous clone detach to type type_as float double half bfloat16 cpu cuda data real alias identity'.split()
 )
-_DROPS = frozenset('dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout'.split())  # which keep in eval mode
+_DROPS = frozenset(
+    'dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout'.split()
+)  # which keep in eval mode
 # what asks about a tensor, but not for its numbers
 _ASKS = frozenset(
     'shape dtype device layout ndim size dim numel nelement stride is_contiguous is_floating_point is_complex requires_grad '
@@ -95,7 +99,9 @@ class Source:
     index: int = 0
     calls: int = 0
     barriers: Dict[int, str] = field(default_factory=dict)  # channel -> the first reason
-    norms: Dict[int, Set[Tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))  # channel -> (norm, channel)
+    norms: Dict[int, Set[Tuple[str, int]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # channel -> (norm, channel)
 
 
 @dataclass
@@ -131,16 +137,16 @@ class Trace:
         return source
 
 
-def trace(model: nn.Module, runs: Sequence[Callable[[nn.Module], Any]], norms: Dict[str, int]) -> Trace:
+def trace(model: nn.Module, runs: Sequence[Callable[[nn.Module], Any]], norms: Sequence[str]) -> Trace:
     """Runs ``model`` and tells where the outputs of ``norms`` go.
 
     Args:
         model (nn.Module): In eval mode.
         runs (sequence[callable]): Each runs the model, as ``run(model)``.
-        norms (dict[str, int]): The names of the norms, and the dimension of their channels.
+        norms (sequence[str]): Their names.
     """
     found = Trace()
-    for name, dim in norms.items():
+    for name in norms:
         found.norms[name] = found.add(Source(name, model.get_submodule(name).num_features))
     for run in runs:
         with torch.no_grad(), _Labels(model, found, norms) as mode:
@@ -153,7 +159,7 @@ def trace(model: nn.Module, runs: Sequence[Callable[[nn.Module], Any]], norms: D
 class _Labels(TorchFunctionMode):
     """The mode in which a model is run: it labels what norms and layers give, and follows the labels."""
 
-    def __init__(self, model: nn.Module, found: Trace, norms: Dict[str, int]) -> None:
+    def __init__(self, model: nn.Module, found: Trace, norms: Sequence[str]) -> None:
         super().__init__()
         self.found, self.quiet = found, False
         self.labels: Dict[int, Tuple[weakref.ref, Tensor]] = {}
@@ -167,11 +173,11 @@ class _Labels(TorchFunctionMode):
                     full = f'{prefix}.{name}'.lstrip('.')
                     self.parameters[id(parameter)].append(full)
                     self.owners[full] = module
-        self.norms = {name: (model.get_submodule(name), dim) for name, dim in norms.items()}
+        self.norms = {name: model.get_submodule(name) for name in norms}
 
     def __enter__(self) -> '_Labels':
-        for name, (norm, dim) in self.norms.items():
-            norm.forward = partial(self._call_norm, norm.forward, name, dim)  # in the way of the class's own
+        for name, norm in self.norms.items():
+            norm.forward = partial(self._call_norm, norm.forward, name)  # in the way of the class's own
         self.handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module),
@@ -183,7 +189,7 @@ class _Labels(TorchFunctionMode):
         super().__exit__(*error)
         for handle in self.handles:
             handle.remove()
-        for norm, _ in self.norms.values():
+        for norm in self.norms.values():
             del norm.forward
 
     def _enter_module(self, module: nn.Module, args: tuple) -> None:
@@ -225,7 +231,8 @@ class _Labels(TorchFunctionMode):
                 self._bar(label, reason)
 
     # -- norms --------------------------------------------------------------------------------------------------------------
-    def _call_norm(self, forward: Callable, name: str, dim: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _call_norm(self, forward: Callable, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dim = channel_dim_of(self.norms[name], kwargs.get('data_format'))
         source, label = self.found.norms[name], self._label(x)
         self.found.fed[name].append(None if label is None else self._fed(source, label.movedim(dim, -1)))
         self.quiet = True
@@ -373,7 +380,9 @@ class _Labels(TorchFunctionMode):
         self._layer(name, x, weight, bias, out, 1 - weight.dim(), groups=groups or 1, padded=padded)
 
     def _conv_transpose(self, name: str, func: Callable, args: tuple, kwargs: dict, out: Tensor) -> None:
-        x, weight, bias, _, _, _, groups = _named(args, kwargs, 'input', 'weight', 'bias', 'stride', 'padding', '', 'groups')
+        x, weight, bias, _, _, _, groups = _named(
+            args, kwargs, 'input', 'weight', 'bias', 'stride', 'padding', '', 'groups'
+        )
         if (groups or 1) != 1:
             return self._bar_all((args, kwargs), name)
         # at its borders and where kernels overlap other numbers of weights meet: no shift passes

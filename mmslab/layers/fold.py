@@ -21,7 +21,7 @@ from mmcv.cnn import Conv2d, Linear
 from mmengine.model.utils import _BatchNormXd
 from torch import Tensor
 
-from .norm import PRepBN, RepBN, TokenBN
+from .norm import PRepBN, RepBN, TokenBN, channel_dim_of
 
 Projection = Union[nn.Linear, nn.Conv2d]
 LINEAR = (nn.Linear, Linear)  # mmcv's differs on empty batches of old PyTorch alone
@@ -39,11 +39,12 @@ class Affine(nn.Module):
         self.shift = nn.Parameter(shift, requires_grad=False)
         self.channel_dim = channel_dim
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.channel_dim == -1:
+    def forward(self, x: Tensor, data_format: Optional[str] = None) -> Tensor:
+        dim = channel_dim_of(self, data_format)
+        if dim == -1:
             return torch.addcmul(self.shift, x, self.scale)
         shape = [1] * x.dim()
-        shape[self.channel_dim] = -1
+        shape[dim] = -1
         return torch.addcmul(self.shift.view(shape), x, self.scale.view(shape))
 
 
