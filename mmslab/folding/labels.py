@@ -200,11 +200,15 @@ class _Labels(TorchFunctionMode):
 
     def close(self, output: Any) -> None:
         """What is still there once the run is over has left the model, or stays in it: nobody knows who uses it."""
-        returned = {id(t) for t in _tensors(output)}
-        gc.collect()
-        for key, (ref, label) in self.labels.items():
-            if ref() is not None:
-                self._bar(label, 'returned by the model' if key in returned else 'kept after the run', where='')
+        returned = {_memory(t) for t in _tensors(output)}
+        for collect in (False, True):
+            alive = [(ref(), label) for ref, label in self.labels.values() if ref() is not None]
+            kept = [label for x, label in alive if _memory(x) not in returned]
+            if kept and not collect:
+                del alive
+                gc.collect()  # it takes a second in a large program
+        for x, label in alive:
+            self._bar(label, 'returned by the model' if _memory(x) in returned else 'kept after the run', where='')
         self.labels.clear()
 
     # -- labels -------------------------------------------------------------------------------------------------------------
@@ -234,17 +238,20 @@ class _Labels(TorchFunctionMode):
     def _call_norm(self, forward: Callable, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = channel_dim_of(self.norms[name], kwargs.get('data_format'))
         source, label = self.found.norms[name], self._label(x)
-        self.found.fed[name].append(None if label is None else self._fed(source, label.movedim(dim, -1)))
         self.quiet = True
         try:
             out = forward(x, *args, **kwargs)
+            self.found.fed[name].append(None if label is None else self._fed(source, label.movedim(dim, -1)))
+            self._emit(source, out, dim)
         finally:
             self.quiet = False
+        return out
+
+    def _emit(self, source: Source, out: Tensor, dim: int) -> None:
         source.calls += 1
         shape = [1] * out.dim()
         shape[dim] = -1
         self._put(out, self.found.labels(source).view(shape).expand(out.shape))
-        return out
 
     def _fed(self, norm: Source, label: Tensor) -> Tensor:
         """Notes which channels of layers go into which of a norm; returns their different labels in columns."""
@@ -465,10 +472,7 @@ class _Labels(TorchFunctionMode):
         source = self.found.layers.get(slot)
         if source is None:
             source = self.found.layers[slot] = self.found.add(Source(layer, out.shape[dim], slot))
-        source.calls += 1
-        shape = [1] * out.dim()
-        shape[dim] = -1
-        self._put(out, self.found.labels(source).view(shape).expand(out.shape))
+        self._emit(source, out, dim)
 
     def _columns(self, label: Optional[Tensor], x: Tensor, dim: int, name: str) -> Tensor:
         """The label of each channel; what differs between positions is barred."""
@@ -516,6 +520,10 @@ def _first(args: tuple, kwargs: dict) -> Tuple[tuple, dict, Any]:
 
 def _named(args: tuple, kwargs: dict, *names: str) -> List[Any]:
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _numbers(value: Any) -> Sequence[int]:

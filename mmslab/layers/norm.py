@@ -79,11 +79,11 @@ class RepBN(nn.Module):
         """``BN(x) + eta * x``; ``eta`` is the module's own unless given (PRepBN gives one)."""
         dim = channel_dim_of(self, data_format)
         _check_channels('RepBN', x, self.num_features, dim)
-        if dim not in (-1, x.dim() - 1):
-            return self(x.movedim(dim, -1), eta, 'channel_last').movedim(-1, dim)
         eta = self.eta if eta is None else eta
+        tokens = x if dim == -1 else x.movedim(dim, -1)
         # (tokens, C): the layout in which BatchNorm1d and SyncBatchNorm both take their channels from dim 1
-        return self.bn(x.reshape(-1, self.num_features)).view(x.shape) + eta * x
+        out = self.bn(tokens.reshape(-1, self.num_features)).view(tokens.shape) + eta * tokens
+        return out if dim == -1 else out.movedim(-1, dim)
 
     def affine(self) -> Tuple[Tensor, Tensor]:
         """The inference form, ``RepBN(x) = scale * x + shift`` per channel (Lemma 4.1).
