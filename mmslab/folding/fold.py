@@ -22,7 +22,7 @@ from ..layers.norm import PRepBN, RepBN, TokenBN, channel_dim_of
 from .labels import UNKNOWN, ZERO, Slot, Trace, trace
 
 NORMS = (PRepBN, RepBN, TokenBN)
-TOLERANCE = 1e-10  # of a comparison in float64
+TOLERANCE = 1e-10  # of a comparison in float64, unless the model magnifies rounding
 Example = Union[Tensor, tuple, Mapping[str, Any], Callable[[nn.Module], Any]]
 
 
@@ -96,7 +96,7 @@ def fold(model: nn.Module, *examples: Example) -> Report:
     The model is run on the examples to see which layers take a norm, see :mod:`mmslab.folding.labels`. What no layer takes
     becomes a scale and a shift. Other norms are left alone, LayerNorms that were not converted among them. Before ``model``
     is changed, a copy of it in float64 is folded and compared with the original; a norm by which outputs change by more than
-    1e-10 is not folded, and the report names it.
+    1e-10, or ten times what rounding of the weights makes of the original itself, is not folded, and the report names it.
 
     Args:
         model (nn.Module): In eval mode; every PRepBN at gamma 0.
@@ -131,11 +131,16 @@ def fold(model: nn.Module, *examples: Example) -> Report:
         apply(trial, plan, affine, found, set(names))
         return max(relative_difference(_run(trial, run), e) for (_, run), e in zip(runs, expected))
 
-    rejected = _rejected(sorted(plan.into), difference)
+    tolerance, by = TOLERANCE, difference(plan.into)
+    if by > tolerance:  # a model may magnify rounding
+        tolerance = max(tolerance, 10 * _rounding(proof, [run for _, run in runs], expected))
+    rejected = _rejected(sorted(plan.into), difference, tolerance) if by > tolerance else {}
     for name, by in rejected.items():
         plan.reasons[name] = f'outputs would differ by {by:.1e}'
         del plan.into[name]
-    report = Report(difference=difference(plan.into), examples=[text for text, _ in runs])
+    if rejected:
+        by = difference(plan.into)
+    report = Report(difference=by, examples=[text for text, _ in runs])
     apply(model, plan, affine, found, set(plan.into))
     for name in norms:
         if name in plan.into:
@@ -304,16 +309,27 @@ def _affine(norm: nn.Module, scale: Tensor, shift: Tensor) -> Affine:
     return Affine(scale.to(like), shift.to(like), channel_dim_of(norm))
 
 
-def _rejected(names: Sequence[str], difference: Callable[[Iterable[str]], float]) -> Dict[str, float]:
+def _rejected(names: Sequence[str], difference: Callable[[Iterable[str]], float], tolerance: float) -> Dict[str, float]:
     """Those of ``names`` by which outputs change, and by how much: halves are tried until one is left."""
     by = difference(names)
-    if by <= TOLERANCE:
+    if by <= tolerance:
         return {}
     if len(names) <= 1:
         return dict.fromkeys(names, by)
     half = len(names) // 2
-    found = {**_rejected(names[:half], difference), **_rejected(names[half:], difference)}
+    found = {**_rejected(names[:half], difference, tolerance), **_rejected(names[half:], difference, tolerance)}
     return found or dict.fromkeys(names, by)  # each half alone is right, not both
+
+
+def _rounding(model: nn.Module, runs: Sequence[Callable], outputs: Sequence[List[Tensor]]) -> float:
+    """What a change of all weights by about a unit in the last place makes of the outputs."""
+    changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for t in (*changed.parameters(), *changed.buffers()):
+            if t.is_floating_point():
+                noise = torch.randn(t.shape, generator=generator, dtype=t.dtype)
+                t.mul_(1 + torch.finfo(t.dtype).eps * noise.to(t.device))
+    return max(relative_difference(_run(changed, run), e) for run, e in zip(runs, outputs))
 
 
 # -- examples -------------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 At inference a norm is ``scale * x + shift`` per channel (SLAB paper, Lemma 4.1). A layer takes it over if every number that it
 gets from the norm meets, wherever it stands, the weights of the same channel, and if nothing else sees these numbers. Neither is
-to be read off a model's classes; both are seen in a run: the output of a norm gets a second tensor of its shape, whose elements say
-(norm, channel). What only moves numbers (``view``, ``permute``, ``roll``, windows, ``cat``, padding...) moves the labels too. A mean over
-other dimensions keeps them. A linear layer or convolution that finds the same label at all positions can take the norm. Every
-other operation is a barrier.
+to be read off a model's classes; both are seen in a run: the output of a norm gets a second tensor of its shape, whose elements
+say (norm, channel). What only moves numbers (``view``, ``permute``, ``roll``, windows, ``cat``, padding...) moves the labels
+too. A mean over other dimensions keeps them. A linear layer or convolution that finds the same label at all positions can take
+the norm. Every other operation is a barrier.
 
 What linear layers and convolutions give is labelled as well: a norm that alone takes it goes back into them.
 """
@@ -30,11 +30,13 @@ _STRIDE = 2**24  # channels of a source at most; float64, which all operations t
 
 # what gives its first argument's numbers again, at other places
 _MOVES = frozenset(
-    'reshape view flatten unflatten permute transpose swapaxes swapdims movedim moveaxis t T mT squeeze unsqueeze expand '
-    'expand_as view_as reshape_as broadcast_to repeat tile repeat_interleave roll flip fliplr flipud rot90 split split_with_sizes '
-    'unsafe_split chunk unsafe_chunk tensor_split hsplit vsplit dsplit unbind select narrow index_select gather take_along_dim '
-    '__getitem__ cat concat concatenate stack hstack vstack dstack pad unfold pixel_shuffle pixel_unshuffle channel_shuffle '
-    'diagonal ravel'.split()
+    """
+    reshape view flatten unflatten ravel permute transpose swapaxes swapdims movedim moveaxis t T mT squeeze unsqueeze
+    expand expand_as view_as reshape_as broadcast_to repeat tile repeat_interleave roll flip fliplr flipud rot90 split
+    split_with_sizes unsafe_split chunk unsafe_chunk tensor_split hsplit vsplit dsplit unbind select narrow index_select
+    gather take_along_dim __getitem__ cat concat concatenate stack hstack vstack dstack pad unfold pixel_shuffle
+    pixel_unshuffle channel_shuffle diagonal
+    """.split()
 )
 # ... at the same places
 _KEEPS = frozenset(
@@ -42,16 +44,17 @@ _KEEPS = frozenset(
 )
 _DROPS = frozenset(
     'dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout'.split()
-)  # which keep in eval mode
+)  # as they are in eval mode
 # what asks about a tensor, but not for its numbers
 _ASKS = frozenset(
-    'shape dtype device layout ndim size dim numel nelement stride is_contiguous is_floating_point is_complex requires_grad '
-    'is_cuda is_cpu is_quantized is_meta is_sparse is_nested is_mps is_mkldnn is_xpu names grad grad_fn is_leaf element_size '
-    'ndimension storage_offset get_device __len__ is_same_size output_nr _version itemsize nbytes is_inference is_signed '
-    'is_conj is_neg is_vulkan is_maia is_ipu is_xla is_ort __hash__ __format__ __repr__ retains_grad __dir__ is_coalesced'.split()
+    """
+    shape dtype device layout ndim size dim ndimension numel nelement stride storage_offset itemsize nbytes element_size
+    is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_coalesced is_same_size is_inference is_cuda is_cpu
+    is_quantized is_meta is_sparse is_nested is_mps is_mkldnn is_xpu is_vulkan is_maia is_ipu is_xla is_ort is_leaf
+    requires_grad retains_grad grad grad_fn get_device names output_nr _version __len__ __hash__ __format__ __repr__ __dir__
+    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
+    """.split()
 )
-_MAKES_LIKE = frozenset('zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full '
-                        'new_tensor'.split())  # fmt: skip
 
 
 class Slot(NamedTuple):
@@ -276,7 +279,7 @@ class _Labels(TorchFunctionMode):
             name = getattr(getattr(func, '__self__', None), '__name__', name)
         if name == '__iter__':
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        if name in _ASKS or name in _MAKES_LIKE:
+        if name in _ASKS:
             return func(*args, **kwargs)
         rule = _RULES.get(name)
         if rule is None:

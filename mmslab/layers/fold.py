@@ -31,7 +31,7 @@ _BN = (nn.BatchNorm1d, nn.SyncBatchNorm, _BatchNormXd)  # the last is what mmeng
 
 
 class Affine(nn.Module):
-    """``scale * x + shift`` over the channels, a dimension of ``x``: what is left of a folded norm that no linear layer follows."""
+    """``scale * x + shift`` per channel, in a dimension of ``x``: what is left of a norm that no linear layer follows."""
 
     def __init__(self, scale: Tensor, shift: Tensor, channel_dim: int = -1) -> None:
         super().__init__()

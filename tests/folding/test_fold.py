@@ -148,8 +148,14 @@ KEPT = {
         lambda m, x: m.fc(torch.cat([m.norm(x), m.norm(x).flip(-1)], 1)),
         'several channels',
     ),
-    'a mean over channels': (lambda m, x: m.fc(m.norm(x)) + m.norm(x).mean(-1, keepdim=True), 'mean over several channels'),
-    'a mean with padding': (lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1)).mean(1)), 'mean over several channels or padding'),
+    'a mean over channels': (
+        lambda m, x: m.fc(m.norm(x)) + m.norm(x).mean(-1, keepdim=True),
+        'mean over several channels',
+    ),
+    'a mean with padding': (
+        lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1)).mean(1)),
+        'mean over several channels or padding',
+    ),
     'in place': (lambda m, x: m.fc(m.norm(x).mul_(2)), 'mul'),
     'in place, through a view': (
         lambda m, x: (lambda n: (n[:, 0].zero_(), m.fc(n))[1])(m.norm(x)),
@@ -170,7 +176,9 @@ def test_what_keeps_a_norm(what):
 
 
 def test_a_shift_of_zero_passes_zero_padding():
-    model = Of(lambda m, x: m.conv(m.norm(x)), norm=norm(channel_dim=1, shift=False), conv=nn.Conv1d(C, 4, 3, padding=1))
+    model = Of(
+        lambda m, x: m.conv(m.norm(x)), norm=norm(channel_dim=1, shift=False), conv=nn.Conv1d(C, 4, 3, padding=1)
+    )
     check(model, tokens(2, C, 9), folded=['norm'])
 
 
@@ -232,7 +240,9 @@ def test_what_the_run_does_not_show_is_found_by_comparing():
 
 
 def test_layer_norms_that_were_not_converted_stay():
-    model = Of(lambda m, x: m.fc(m.ln(x)) + m.fc2(m.norm(x)), ln=nn.LayerNorm(C), norm=norm(), fc=linear(), fc2=linear())
+    model = Of(
+        lambda m, x: m.fc(m.ln(x)) + m.fc2(m.norm(x)), ln=nn.LayerNorm(C), norm=norm(), fc=linear(), fc2=linear()
+    )
     check(model, tokens(), folded=['norm'])
     assert type(model.ln) is nn.LayerNorm
 
