@@ -22,6 +22,12 @@ def _seed():
     np.random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _unformatted_configs(monkeypatch):
+    """The text of a config as it is before yapf formats it, which takes longer than a training here; other processes do."""
+    monkeypatch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **kwargs: (text, True))
+
+
 def needs_torch(lowest: str) -> Callable[[Callable], Callable]:
     """For a test of what needs a newer torch: on an older one it must end in the error that says so.
 

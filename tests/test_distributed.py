@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from mmengine.config import Config
 from mmengine.model import convert_sync_batchnorm
 
 from mmslab.apis import build_tester, build_trainer
@@ -98,7 +97,6 @@ def test_two_processes_of_torchrun_are_one(classes, monkeypatch):
 
     monkeypatch.chdir(classes)
     monkeypatch.setenv('SHAPE_CLASSES_ROOT', str(classes / 'data'))
-    monkeypatch.setattr(Config, 'pretty_text', '')  # yapf takes longer than the training
     build_trainer('config.py', work_dir='one', options={'train_dataloader.batch_size': 8, 'sync_bn': None}).train()
     one = torch.load('one/epoch_2.pth', weights_only=False)['state_dict']
     two = torch.load('out/epoch_2.pth', weights_only=False)['state_dict']
@@ -230,7 +228,6 @@ def test_a_task_of_slurm(classes, monkeypatch):
     for name, value in dict(set_by_srun, PATH=f'{classes}:{os.environ["PATH"]}').items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv('SHAPE_CLASSES_ROOT', str(classes / 'data'))
-    monkeypatch.setattr(Config, 'pretty_text', '')
     options = {'env_cfg.dist_cfg.port': port, 'train_cfg.max_epochs': 1, 'log_level': 'WARNING'}
     try:
         run = build_trainer('config.py', work_dir='slurm', launcher='slurm', options=options)

@@ -105,3 +105,14 @@ def test_other_peoples_configs_inherit_ours(tmp_path):
     with pytest.raises(FileNotFoundError, match='mmslab has no configs/no.py'):
         Config.fromfile(tmp_path / 'mine.py')
     assert MODULE2PACKAGE['mmslab'] == 'mmslab' and mmslab.find_config is find_config
+
+
+def test_bases_of_other_packages_are_found_without_reading_their_indices(tmp_path, monkeypatch):
+    """mmengine reads a hundred YAML files for each; what it is asked for all the same keeps its own error."""
+    monkeypatch.setattr('mmengine.config.config._get_external_cfg_path', lambda *_: pytest.fail('an index is read'))
+    (tmp_path / 'mine.py').write_text(f'_base_ = {[MMDET]!r}\nseed = 7\n')
+    cfg = Config.fromfile(tmp_path / 'mine.py')
+    assert cfg.seed == 7 and cfg.model._scope_ == 'mmdet' and cfg.model.backbone.type == 'SwinTransformer'
+    (tmp_path / 'mine.py').write_text("_base_ = 'mmseg::_base_/default_runtime.py'\n")
+    with pytest.raises(ModuleNotFoundError, match='mmseg.* is not installed'):
+        Config.fromfile(tmp_path / 'mine.py')

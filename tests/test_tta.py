@@ -20,7 +20,6 @@ CLASSIFIER = ROOT / 'configs' / 'demo' / 'slab_pvt_shapes_classes.py'
 @pytest.fixture
 def at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Config, 'pretty_text', '')
     return tmp_path
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from mmdet.visualization import DetLocalVisualizer
+from mmengine.visualization import Visualizer
 
 from mmslab.apis import build_tester
 from mmslab.data.shapes import make_shapes
@@ -28,11 +30,19 @@ def folders(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def another_tasks_visualizer():
+    """What the process made last, after the one of the detectors' configs."""
+    DetLocalVisualizer.get_instance('visualizer')
+    yield Visualizer.get_instance('another task')
+    del Visualizer._instance_dict['another task']
+
+
 def build(detector, show_dir):
     return build_tester(*detector, 'out', show_dir=show_dir, options={'test_dataloader.batch_size': 2})
 
 
-def test_images_of_one_name_are_all_there(folders, untrained_detector):
+def test_images_of_one_name_are_all_there(folders, untrained_detector, another_tasks_visualizer):
     build(untrained_detector, 'shown').test()
     (shown,) = Path('out').glob('*/shown')
     assert {p.relative_to(shown).as_posix() for p in shown.rglob('*.jpg')} == {
