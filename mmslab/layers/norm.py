@@ -203,10 +203,12 @@ class PRepBN(nn.Module):
         how = {} if data_format is None else dict(data_format=data_format)
         if self.ln_needed:
             return self.gamma * self.ln(x, **how) + (1 - self.gamma) * self.repbn(x, **how)
-        weights = [p for p in self.ln.parameters() if p.requires_grad] if self.training else []
+        weights = (
+            [p for p in self.ln._parameters.values() if p is not None and p.requires_grad] if self.training else []
+        )
         if weights:
             # a zero that depends on LN's parameters, added to a scalar: free, and DDP sees every parameter used
-            return self.repbn(x, self.repbn.eta + 0 * sum(p.sum() for p in weights), **how)
+            return self.repbn(x, self.repbn.eta + 0 * sum([p.sum() for p in weights]), **how)
         return self.repbn(x, **how)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
