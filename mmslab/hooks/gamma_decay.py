@@ -15,7 +15,8 @@ from .frozen import frozen_repbn
 from .monitor import HandoverMonitorHook
 
 DATA_BATCH = Optional[Union[dict, tuple, list]]
-SCHEDULES = ('linear', 'cosine', 'step', 'adaptive')
+OF_TIME = ('linear', 'cosine', 'step')
+SCHEDULES = (*OF_TIME, 'adaptive')
 _STATE = 'gamma_decay'
 UNITS = ('iter', 'epoch', 'fraction')
 

@@ -42,7 +42,7 @@ def test_what_is_measured(channel_dim):
     found = measure(norm, x.movedim(-1, channel_dim))
     distance, outliers = formula(norm, x)
     assert found.distance == pytest.approx(distance, rel=1e-5) and found.outliers == pytest.approx(outliers) == 1 / 200
-    assert (found.eta, found.variance) == (pytest.approx(float(norm.repbn.eta)), 1.0)
+    assert (found.eta, found.variance) == (pytest.approx(norm.repbn.eta.item()), 1.0)
     assert all(torch.equal(before[k], v) for k, v in norm.state_dict().items())
 
 
