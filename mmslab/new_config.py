@@ -190,7 +190,7 @@ def _text(plan: Plan) -> str:
     lines = [
         *_comment(
             f'{kind} with {plan.base.model.backbone.type} ({plan.arch}) for {plan.data.name}: {len(train.sizes)} images to train '
-            f'on, {len(val.sizes)} to validate on. Written by `mmslab new-config`; `python tools/train.py {plan.config.name}` '
+            f'on, {len(val.sizes)} to validate on. Written by `mmslab new-config`; `mmslab train {plan.config.name}` '
             'trains it.'
         ),
         f'_base_ = {_base(plan)!r}',
@@ -328,7 +328,7 @@ def _schedule_text(plan: Plan) -> List[str]:
         'param_scheduler = [',
         f"    dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end={warmup}),",
         "    dict(type='MultiStepLR', begin=0, end=max_epochs, by_epoch=True, "
-        f'milestones={[epochs * 2 // 3, epochs * 11 // 12]!r}, gamma=0.1),',
+        'milestones=[max_epochs * 2 // 3, max_epochs * 11 // 12], gamma=0.1),',
         ']',
     ]
     lines += _comment(

@@ -1,6 +1,8 @@
 """mmengine's runner: checkpoints read as data, a config's text made once, several processes where there is no GPU."""
 
+import inspect
 import logging
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -11,7 +13,7 @@ from mmengine.dist import is_distributed
 from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.registry import MODEL_WRAPPERS
+from mmengine.registry import LOOPS, MODEL_WRAPPERS
 from mmengine.runner import Runner
 
 from .checkpoints import use_safe_loading
@@ -52,7 +54,8 @@ class SafeRunner(Runner):
     Without a GPU several processes talk by gloo, and SyncBatchNorm works.
 
     Raises:
-        ValueError: On building, for a ``sync_bn`` that would not synchronize the model's norms.
+        ValueError: On building, for a ``sync_bn`` that would not synchronize the model's norms, and for a key of ``train_cfg``,
+            ``val_cfg`` or ``test_cfg`` that their loops do not take.
     """
 
     trust_checkpoint = False
@@ -61,6 +64,7 @@ class SafeRunner(Runner):
     @classmethod
     def build(cls, cfg: Config, trust_checkpoint: bool = False) -> 'SafeRunner':
         """``Runner.from_cfg``, with what the command line said of checkpoints."""
+        _check_loops(cfg)
         with use_safe_loading(trust_checkpoint):
             runner = cls.from_cfg(TextOnce.of(cfg))
         runner.trust_checkpoint = trust_checkpoint
@@ -128,3 +132,24 @@ class SafeRunner(Runner):
         path = Path(str(value))
         ours = path.resolve().parent == Path(self.work_dir).resolve() and not path.is_dir()
         return ours and (path.name.startswith('best_') or not key.startswith('best'))
+
+
+def _check_loops(cfg: Config) -> None:
+    """Raises ValueError for a key that a loop does not take, which mmengine finds out when the loop begins."""
+    by_epoch = (cfg.get('train_cfg') or {}).get('by_epoch', True)
+    defaults = dict(
+        train_cfg='EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop', val_cfg='ValLoop', test_cfg='TestLoop'
+    )
+    for name, default in defaults.items():
+        given = cfg.get(name)
+        loop = LOOPS.get(given.get('type', default)) if isinstance(given, dict) else None
+        if loop is None:
+            continue
+        parameters = inspect.signature(loop).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            continue
+        for key in given:
+            if key not in parameters and key not in ('type', 'by_epoch', '_scope_', '_delete_'):
+                near = get_close_matches(key, parameters, n=1)
+                remedy = f'Did you mean {near[0]!r}?' if near else f'{loop.__name__} takes {", ".join(parameters)}.'
+                raise ValueError(f'{name}.{key}={given[key]!r}: {loop.__name__} has no such argument. {remedy}')

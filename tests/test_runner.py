@@ -139,3 +139,17 @@ def test_the_log_has_a_line_for_a_group_of_parameters(tmp_path):
         assert len(single) == (0 if level == 'INFO' else 22) and all('DEBUG' in line for line in single)
     groups = runner.optim_wrapper.optimizer.param_groups
     assert [(g['lr'], g['weight_decay']) for g in groups] == [(0.005, 0.1)] * 2 + [(0.01, 0.0)] * 2
+
+
+def test_a_key_that_a_loop_does_not_take_is_named_before_anything_is_written(tmp_path):
+    cfg = config(tmp_path / 'out', resume=None)
+    cfg.train_cfg.max_epoch = 2
+    with pytest.raises(
+        ValueError, match="train_cfg.max_epoch=2: EpochBasedTrainLoop has no .*Did you mean 'max_epochs'"
+    ):
+        SafeRunner.build(cfg)
+    del cfg.train_cfg['max_epoch']
+    cfg.test_cfg = dict(fp17=True)
+    with pytest.raises(ValueError, match="test_cfg.fp17=True: TestLoop has no such argument. Did you mean 'fp16'"):
+        SafeRunner.build(cfg)
+    assert not (tmp_path / 'out').exists()

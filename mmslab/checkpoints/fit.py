@@ -220,7 +220,7 @@ def _check_form(backbone: nn.Module, state: StateDict, name: str) -> None:
     if folded is False and backbone.deploy:
         raise ValueError(
             f'checkpoint {name} is not folded, but the {type(backbone).__name__} is built with deploy=True. Run '
-            'tools/deploy.py on it, or set deploy=False.'
+            'mmslab deploy on it, or set deploy=False.'
         )
     if folded and lacking and all(re.match(r'norm\d+\.', k) for k in lacking):
         raise ValueError(

@@ -86,5 +86,5 @@ def check_known(checkpoint: Union[str, os.PathLike], what: str = 'checkpoint') -
     names = f' Is it the name {" or ".join(map(repr, near))}?' if near else ''
     raise FileNotFoundError(
         f'{what} {path!r} does not exist, and no published weights have that name.{names} Give the path of a .pth file, or a '
-        'name that tools/convert_checkpoint.py --list prints.'
+        'name that `mmslab convert --list` prints.'
     )

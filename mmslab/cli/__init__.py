@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Optional, Sequence
 
@@ -16,6 +17,7 @@ COMMANDS = {
     'benchmark': 'measure latency, throughput, parameters, FLOPs and memory',
     'deploy': 'fold the norms of a trained model',
     'export': 'write a trained model as ONNX or .pt2',
+    'make-shapes': 'make a small data set of shapes',
     'analyze': 'draw the handover of a training, layer by layer',
     'convert': 'write weights of others under our key names',
     'doctor': 'say what is installed and what is wrong with it, with the remedy',
@@ -37,5 +39,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if not given:
         parser.print_help()
         return
+    near = get_close_matches(given[0], COMMANDS, n=1)
+    if near and given[0] not in COMMANDS:
+        parser.error(f'there is no command {given[0]!r}. Did you mean {near[0]!r}?')
     args = parser.parse_args(given[:1])
     import_module(f'.{args.command.replace("-", "_")}', __name__).main(given[1:], prog=f'mmslab {args.command}')

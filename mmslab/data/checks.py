@@ -14,13 +14,13 @@ from .classes import class_names, datasets, find_class, shown, type_name
 
 _REMEDIES = {
     'CocoDataset': 'For COCO, download 2017 train, val and annotations from cocodataset.org, unpack them into one folder and set '
-    'COCO_ROOT to it (default data/coco). For shapes run tools/make_shapes.py. Without COCO, `make demo` trains on a data '
-    'set that it makes.',
+    'COCO_ROOT to it (default data/coco). Without COCO, `mmslab demo` trains on a data set that it makes.',
     'ImageNet': 'Set IMAGENET_ROOT to the folder that has train/<class>/ and val/<class>/ (default data/imagenet), which '
     'image-net.org gives out.',
 }
 _OTHERWISE = (
-    'Put the data there, or set data_root to its place. Shapes: tools/make_shapes.py (with --classes to classify).'
+    'Put the data there, or set data_root, ann_file and data_prefix of the data set to its place. Shapes: `mmslab make-shapes` '
+    '(with --classes to classify).'
 )
 
 # Of files above this only both ends and the categories are looked at: parsing COCO's takes seconds, and is done once anyway
@@ -67,15 +67,18 @@ def _check_dataset(dataset: Mapping, where: str, scope: Optional[str]) -> None:
     files = [root / f for f in [dataset.get('ann_file')] if f]
     for path in files + folders:
         if not path.exists():
-            raise FileNotFoundError(
-                f'{where}: {str(path)!r} does not exist. {_REMEDIES.get(dataset.get("type"), _OTHERWISE)}'
-            )
+            raise FileNotFoundError(f'{where}: {str(path)!r} does not exist. {_remedy(dataset, root)}')
     for folder in folders:
         if next(os.scandir(folder), None) is None:
             raise FileNotFoundError(f'{where}: the image folder {str(folder)!r} is empty. Put the images there.')
     for path in files:
         if path.suffix == '.json' and (dataset.get('type') is None or _is_coco(dataset, scope)):
             _check_coco(path, where, dataset, class_names(dataset, scope, where))
+
+
+def _remedy(dataset: Mapping, root: Path) -> str:
+    own = (dataset.get('metainfo') or {}).get('classes') is not None and 'coco' not in str(root).lower()
+    return _OTHERWISE if own else _REMEDIES.get(dataset.get('type'), _OTHERWISE)
 
 
 def _is_coco(dataset: Mapping, scope: Optional[str]) -> bool:

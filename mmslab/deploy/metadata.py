@@ -9,11 +9,12 @@ from mmengine.config import Config
 from torch import Tensor
 
 from ..backbones.base import SLABBackbone
-from ..data.classes import class_names, datasets, trained_classes
+from ..data.classes import class_names, datasets, trained_classes, type_name
 from ..version import __version__
 from .compare import Size
 
 FILE = 'mmslab.json'  # among the extra files of a .pt2
+_RESIZING = ('Resize', 'ResizeEdge', 'CenterCrop', 'FixScaleResize', 'FixShapeResize')
 
 
 def describe(
@@ -41,7 +42,8 @@ def describe(
         divisor (int): What the graph needs heights and widths to be multiples of.
 
     Returns:
-        dict: ``mean``, ``std`` (three numbers each), ``channel_order`` ('RGB' or 'BGR'), ``pad_size_divisor``, ``pad_value``,
+        dict: ``resize`` (the steps of the test pipeline that change an image's size), ``mean``, ``std``
+        (three numbers each), ``channel_order`` ('RGB' or 'BGR'), ``pad_size_divisor``, ``pad_value``,
         ``size`` (two numbers or None), ``class_names`` (or None, if nothing says them), ``input_name``, ``output_names``,
         ``part``, ``model``, ``backbone``, ``folded`` and ``mmslab_version``.
     """
@@ -52,6 +54,7 @@ def describe(
     settings = (cfg.model.get('data_preprocessor') or {}) or cfg.get('data_preprocessor') or {}
     normalized = getattr(preprocessor, '_enable_normalize', False)
     return dict(
+        resize=_resizing(cfg),
         mean=_three(preprocessor.mean) if normalized else [0.0] * 3,
         std=_three(preprocessor.std) if normalized else [1.0] * 3,
         # mmcv reads images as BGR
@@ -68,6 +71,14 @@ def describe(
         folded=isinstance(model.backbone, SLABBackbone) and model.backbone.deploy,
         mmslab_version=__version__,
     )
+
+
+def _resizing(cfg: Config) -> List[Dict[str, Any]]:
+    loader = cfg.get('test_dataloader') or {}
+    for _, dataset in datasets(loader.get('dataset'), 'test_dataloader.dataset'):
+        steps = dataset.get('pipeline') or []
+        return [json.loads(json.dumps(dict(step), default=str)) for step in steps if type_name(step) in _RESIZING]
+    return []
 
 
 def as_strings(metadata: Dict[str, Any]) -> Dict[str, str]:

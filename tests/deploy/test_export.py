@@ -226,6 +226,8 @@ def test_a_classifier_of_one_size(tmp_path):
     written = session.get_modelmeta().custom_metadata_map
     assert {key: json.loads(value) for key, value in written.items()} == meta
     assert (meta['size'], meta['channel_order'], meta['output_names']) == ([64, 64], 'RGB', ['scores'])
+    assert [step['type'] for step in meta['resize']] == ['ResizeEdge', 'CenterCrop']  # ImageNet's
+    assert meta['resize'][1]['crop_size'] == 224
     assert meta['mean'] == [123.675, 116.28, 103.53] and meta['std'] == [58.395, 57.12, 57.375]
 
 
