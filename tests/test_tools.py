@@ -228,7 +228,7 @@ def test_coco_that_is_not_there_is_one_line(tmp_path):
     assert line.startswith(
         "error: train_dataloader: 'nowhere/coco/annotations/instances_train2017.json' does not exist."
     )
-    assert 'COCO_ROOT' in line and 'make demo' in line and 'Traceback' not in run.stderr
+    assert 'COCO_ROOT' in line and 'mmslab demo' in line and 'Traceback' not in run.stderr
     assert not (tmp_path / 'work_dirs').exists()
 
 

@@ -67,18 +67,17 @@ def _check_dataset(dataset: Mapping, where: str, scope: Optional[str]) -> None:
     files = [root / f for f in [dataset.get('ann_file')] if f]
     for path in files + folders:
         if not path.exists():
-            raise FileNotFoundError(f'{where}: {str(path)!r} does not exist. {_remedy(dataset, root)}')
+            if (dataset.get('metainfo') or {}).get('classes') and 'coco' not in str(root).lower():  # not COCO itself
+                raise FileNotFoundError(f'{where}: {str(path)!r} does not exist. {_OTHERWISE}')
+            raise FileNotFoundError(
+                f'{where}: {str(path)!r} does not exist. {_REMEDIES.get(dataset.get("type"), _OTHERWISE)}'
+            )
     for folder in folders:
         if next(os.scandir(folder), None) is None:
             raise FileNotFoundError(f'{where}: the image folder {str(folder)!r} is empty. Put the images there.')
     for path in files:
         if path.suffix == '.json' and (dataset.get('type') is None or _is_coco(dataset, scope)):
             _check_coco(path, where, dataset, class_names(dataset, scope, where))
-
-
-def _remedy(dataset: Mapping, root: Path) -> str:
-    own = (dataset.get('metainfo') or {}).get('classes') is not None and 'coco' not in str(root).lower()
-    return _OTHERWISE if own else _REMEDIES.get(dataset.get('type'), _OTHERWISE)
 
 
 def _is_coco(dataset: Mapping, scope: Optional[str]) -> bool:

@@ -36,9 +36,14 @@ def _without(entry, key):
 def test_a_good_set_passes_and_a_missing_one_is_named(shapes, wrapped):
     check_datasets(config(shapes, wrapped))
     with pytest.raises(
-        FileNotFoundError, match='no/annotations.*does not exist.*cocodataset.org.*COCO_ROOT.*make demo'
+        FileNotFoundError,
+        match='no/annotations.*does not exist.*set data_root, ann_file and data_prefix of the data set',
     ):
         check_datasets(config(shapes / 'no', wrapped))
+    with pytest.raises(
+        FileNotFoundError, match='no/coco/annotations.*not exist.*cocodataset.org.*COCO_ROOT.*mmslab demo'
+    ):
+        check_datasets(config(shapes / 'no' / 'coco', wrapped))
 
 
 def test_an_empty_image_folder_is_named(shapes):
@@ -139,7 +144,7 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
         (dict(type='ImageNet', data_root='no', split='train'), "'no/train' does not exist. Set IMAGENET_ROOT"),
         (
             dict(type='CustomDataset', data_root='no', data_prefix='train'),
-            "'no/train' does not exist.*make_shapes.py .with --classes",
+            "'no/train' does not exist.*mmslab make-shapes. .with --classes",
         ),
     ],
 )
