@@ -1,6 +1,8 @@
 import functools
+import http.server
 import itertools
 import os
+import sys
 from pathlib import Path
 from typing import Callable, Dict, Sequence, Tuple
 
@@ -29,6 +31,30 @@ def _unformatted_configs(monkeypatch):
         monkeypatch.setattr(f'{module}.FormatCode', lambda text, **kwargs: (text, True), raising=False)
 
 
+INITIALIZERS = ('trunc_normal_', 'kaiming_uniform_', 'kaiming_normal_', 'xavier_uniform_', 'normal_', 'uniform_')
+
+
+@pytest.fixture
+def undrawn_weights(monkeypatch):
+    """Models keep what is in memory for weights, where their shapes alone matter: drawing those of a large one takes seconds."""
+    for name in INITIALIZERS:
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+
+
+@pytest.fixture
+def quick_weights(monkeypatch):
+    """Random weights of about the right size: the same million again and again."""
+    numbers = torch.empty(1_000_003).uniform_(-0.03, 0.03)
+
+    def fill(tensor, *args, **kwargs):
+        for part in tensor.detach().view(-1).split(len(numbers)):
+            part.copy_(numbers[: len(part)])
+        return tensor
+
+    for name in INITIALIZERS:
+        monkeypatch.setattr(torch.nn.init, name, fill)
+
+
 def needs_torch(lowest: str) -> Callable[[Callable], Callable]:
     """For a test of what needs a newer torch: on an older one it must end in the error that says so.
 
@@ -47,6 +73,17 @@ def needs_torch(lowest: str) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
+
+
+class LocalServer(http.server.ThreadingHTTPServer):
+    """A server on this machine that says nothing of clients which break off, as the downloads do that are tested."""
+
+    def __init__(self, handler: Callable) -> None:
+        super().__init__(('127.0.0.1', 0), handler)
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], (ConnectionResetError, BrokenPipeError)):
+            super().handle_error(request, client_address)
 
 
 def golden(name: str) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:

@@ -8,7 +8,6 @@ optimizer, schedulers and losses are bit for bit the same; the exit status is 0 
 """
 
 import argparse
-import multiprocessing
 import os
 import random
 import signal
@@ -22,8 +21,7 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-FORKS = multiprocessing.get_context('forkserver')  # all runs are forked from a process that has imported these
-FORKS.set_forkserver_preload(['mmslab.apis'])
+from .commands import FORKS
 
 
 @HOOKS.register_module(name='_TestKilledOnce', force=True)
@@ -182,7 +180,6 @@ def train_config(work_dir: str, config: str, options: dict, begun: Hook) -> None
 def main() -> int:
     from mmengine.config import DictAction
 
-    FORKS.set_forkserver_preload(['mmslab.apis', 'mmdet.apis'])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('config')
     parser.add_argument('folder', type=Path)

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch.nn as nn
 import yaml
@@ -8,6 +5,7 @@ import yaml
 from mmslab.benchmark.complexity import Row, count, read_metafile, rows
 from mmslab.layers import SimplifiedLinearAttention
 
+from .commands import tool
 from .conftest import ROOT
 
 INDEX = ROOT / 'model-index.yml'
@@ -64,7 +62,7 @@ def test_sla_is_counted_right():
 
 
 @pytest.mark.parametrize('only', ['imagenet/deit', 'imagenet/pvt', 'imagenet/swin', 'imagenet/flatten', 'imagenet/sla'])
-def test_flops_are_the_papers_within_five_percent(only):
+def test_flops_are_the_papers_within_five_percent(only, undrawn_weights):
     found = list(rows(INDEX, only=only))
     assert len(found) >= 6
     for row in found:
@@ -81,11 +79,10 @@ def test_the_tool_prints_a_table(tmp_path):
     entry = dict(Name='mine', Config=str(ROOT / 'configs/imagenet/slab_deit_t.py'), Metadata={'GFLOPs (paper)': 0.5})
     (tmp_path / 'metafile.yml').write_text(yaml.safe_dump(dict(Models=[entry])))
     (tmp_path / 'model-index.yml').write_text('Import: [metafile.yml]')
-    tool = [sys.executable, str(ROOT / 'tools' / 'model_table.py')]
-    run = subprocess.run([*tool, '--index', 'model-index.yml'], cwd=tmp_path, capture_output=True, text=True)
+    run = tool('model_table', '--index', 'model-index.yml', cwd=tmp_path, fork=False)
     assert run.returncode == 0, run.stderr
     assert 'mine' in run.stdout and '+129.1% !' in run.stdout and "1 rows more than 5% off the paper's" in run.stdout
-    run = subprocess.run([*tool, '--only', 'none'], cwd=tmp_path, capture_output=True, text=True)
+    run = tool('model_table', '--only', 'none', cwd=tmp_path)
     assert run.returncode != 0 and "error: only='none'" in run.stderr
-    run = subprocess.run([*tool, '--index', 'no.yml'], cwd=tmp_path, capture_output=True, text=True)
+    run = tool('model_table', '--index', 'no.yml', cwd=tmp_path)
     assert run.returncode != 0 and "error: index 'no.yml' does not exist" in run.stderr

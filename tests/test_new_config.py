@@ -1,6 +1,5 @@
 """A config for a data set of one's own: what it finds, what it chooses, and that it trains as it is."""
 
-import functools
 import json
 import re
 import runpy
@@ -10,7 +9,6 @@ import sys
 from collections import OrderedDict
 
 import cv2
-import mmengine.config.utils
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,6 @@ from mmslab.new_config import archs, fit_anchors, new_config
 
 from .conftest import ROOT
 
-READ = functools.lru_cache(maxsize=None)(mmengine.config.utils.load)
 # as fine as it need be for one step on 64 pixels
 SMALL = """
 model['backbone']['arch'] = dict(_delete_=True, embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8))
@@ -34,12 +31,6 @@ model['roi_head']['bbox_head']['fc_out_channels'] = 32
 model['roi_head']['mask_head']['num_convs'] = 1
 model.update(train_cfg=dict(rpn_proposal=dict(max_per_img=50)), test_cfg=dict(rpn=dict(max_per_img=20)))
 """
-
-
-@pytest.fixture(autouse=True)
-def quick_configs(monkeypatch):
-    """mmengine reads all of mmdet's metafiles for each base that is mmdet's: once is enough."""
-    monkeypatch.setattr(mmengine.config.utils, 'load', READ)
 
 
 @pytest.fixture(scope='module')

@@ -1,4 +1,4 @@
-"""The command lines, as a user types them."""
+"""The command lines, as a user types them, each once in a Python of its own."""
 
 import os
 import subprocess
@@ -13,6 +13,7 @@ from mmslab.apis import build_tester, build_trainer, infer
 from mmslab.data.shapes import make_shapes
 from mmslab.deploy.export import TORCH
 
+from .commands import tool
 from .conftest import ROOT, needs_torch
 
 CONFIG = ROOT / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
@@ -28,26 +29,24 @@ SHORT = [
 ]
 
 
-def tool(name, *args, cwd, env=None):
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '', **(env or {})}
-    return subprocess.run(
-        [sys.executable, str(ROOT / 'tools' / f'{name}.py'), *map(str, args)],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """Shapes, and a run of tools/train.py on them that was stopped after one epoch and resumed."""
     root = tmp_path_factory.mktemp('run')
-    made = tool('make_shapes', 'shapes', '--num-train', 16, '--num-val', 4, '--size', 64, cwd=root)
+    made = tool('make_shapes', 'shapes', '--num-train', 16, '--num-val', 4, '--size', 64, cwd=root, fork=False)
     assert made.returncode == 0 and 'instances to train on' in made.stdout, made.stderr
     env = dict(SHAPES_ROOT='shapes')
     first = tool(
-        'train', CONFIG, '--work-dir', 'out', '--cfg-options', *SHORT, 'train_cfg.max_epochs=1', cwd=root, env=env
+        'train',
+        CONFIG,
+        '--work-dir',
+        'out',
+        '--cfg-options',
+        *SHORT,
+        'train_cfg.max_epochs=1',
+        cwd=root,
+        env=env,
+        fork=False,
     )
     assert first.returncode == 0, first.stderr
     second = tool('train', CONFIG, '--work-dir', 'out', '--resume', '--cfg-options', *SHORT, cwd=root, env=env)
@@ -73,7 +72,7 @@ def test_test_evaluates_and_writes_predictions(trained):
     assert run.returncode == 0, run.stderr
     assert 'coco/segm_mAP_50' in run.stdout and (root / 'eval.pkl').stat().st_size > 0
     assert len(list((root / 'eval').glob('*/shown/*'))) == 4
-    again = tool('test', *args, cwd=root, env=dict(SHAPES_ROOT='shapes'))
+    again = tool('test', *args, cwd=root, env=dict(SHAPES_ROOT='shapes'), fork=False)
     assert again.returncode != 0 and "error: --out 'eval.pkl' exists" in again.stderr
 
 
@@ -126,7 +125,7 @@ def test_demo_trains_evaluates_and_draws(trained):
     root, _ = trained
     (root / 'demo').mkdir()
     (root / 'demo' / 'mine').write_text('kept')
-    run = tool('demo', '--out', 'demo', '--data', 'shapes', '--cfg-options', *SHORT, cwd=root)
+    run = tool('demo', '--out', 'demo', '--data', 'shapes', '--cfg-options', *SHORT, cwd=root, fork=False)
     assert run.returncode == 0, run.stderr
     assert (root / 'demo.1' / 'mine').read_text() == 'kept'
     for said in ('using the shapes in shapes', 'gamma over the iterations', 'before recalibration', 'mask AP50'):
@@ -188,7 +187,7 @@ def test_from_classification_to_detection(trained):
 
 def test_convert_checkpoint(trained):
     root, _ = trained
-    run = tool('convert_checkpoint', 'out/epoch_2.pth', 'converted.pth', cwd=root)
+    run = tool('convert_checkpoint', 'out/epoch_2.pth', 'converted.pth', cwd=root, fork=False)
     assert run.returncode == 0 and '0 renamed' in run.stdout, run.stderr
     state = torch.load(root / 'converted.pth', weights_only=True)['state_dict']
     assert state.keys() == torch.load(root / 'out' / 'epoch_2.pth', weights_only=False)['state_dict'].keys()
@@ -206,7 +205,7 @@ def test_deploy_folds_and_the_tester_agrees(trained):
         if key.endswith('gamma'):
             value.fill_(0.5)
     torch.save(content, root / 'half.pth')
-    half = tool('deploy', CONFIG, 'half.pth', '--out', 'half', cwd=root, env=env)
+    half = tool('deploy', CONFIG, 'half.pth', '--out', 'half', cwd=root, env=env, fork=False)
     assert half.returncode != 0 and 'LayerNorm is still in use' in half.stderr and 'Traceback' not in half.stderr
     assert not (root / 'half').exists()
     tested = tool('test', config, checkpoint, '--work-dir', 'folded_eval', cwd=root, env=env)
@@ -217,7 +216,7 @@ def test_deploy_folds_and_the_tester_agrees(trained):
 def test_export_writes_a_graph(trained):
     root, _ = trained
     args = ('export', CONFIG, 'out/epoch_2.pth', '--out', 'graph.onnx', '--size', 64, 64)
-    run = tool(*args, cwd=root, env=dict(SHAPES_ROOT='shapes'))
+    run = tool(*args, cwd=root, env=dict(SHAPES_ROOT='shapes'), fork=False)
     assert run.returncode == 0 and 'map3' in run.stdout and 'graph.onnx' in run.stdout, run.stderr
     assert (root / 'graph.onnx').stat().st_size > 1e6
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple, Union
 
+import torch
 import torch.nn as nn
 import yaml
-from mmengine.analysis import get_model_complexity_info
+from mmengine.analysis import FlopAnalyzer
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
@@ -67,11 +68,12 @@ def count(model: nn.Module, image: Union[Tuple[int, int, int], Tensor]) -> Tuple
     logging.disable(logging.WARNING)  # norms are operations that the counter does not know, and says so each time
     try:
         model.eval()  # which returns nothing for mmdet's Swin
-        given = dict(inputs=image) if isinstance(image, Tensor) else dict(input_shape=image)
-        info = get_model_complexity_info(model, **given, show_table=False, show_arch=False)
+        inputs = image if isinstance(image, Tensor) else torch.zeros(1, *image, device=next(model.parameters()).device)
+        with torch.no_grad():
+            flops = FlopAnalyzer(model, inputs).total()
     finally:
         logging.disable(logging.NOTSET)
-    return info['flops'], info['params']
+    return flops, sum(p.numel() for p in model.parameters())
 
 
 def rows(

@@ -220,7 +220,8 @@ def test_exact_at_every_size(family, kwargs, monkeypatch):
     model = ready(family(**kwargs), std=0.02)
     out_types = [None]
     if family is SLABDeiT:
-        out_types = ['featmap', 'avg_featmap'] if kwargs['attn'] == 'sla' else ['featmap', 'cls_token']
+        out_types = ['avg_featmap' if kwargs['attn'] == 'sla' else 'cls_token']
+        out_types += ['featmap'] if kwargs['arch'] == 'tiny' else []  # another forward for another way out of it
 
     def run(model, x):
         return [out for model.out_type in out_types for out in outputs(model, x)]

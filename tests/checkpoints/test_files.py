@@ -24,7 +24,7 @@ from mmslab.data.shapes import make_shapes
 from mmslab.deploy.convert import deploy
 from mmslab.deploy.export import TORCH, export
 
-from ..conftest import ROOT, needs_torch
+from ..conftest import ROOT, LocalServer, needs_torch
 
 CONFIG = ROOT / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 def served(folder):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     handler.log_message = lambda *args: None
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    server = LocalServer(handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f'http://127.0.0.1:{server.server_port}/bad.pth'
     server.shutdown()

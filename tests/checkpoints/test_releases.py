@@ -18,7 +18,7 @@ from mmslab.checkpoints import releases as releases_module
 from mmslab.checkpoints.download import cached
 from mmslab.cli import main
 
-from ..conftest import ROOT, randomize
+from ..conftest import ROOT, LocalServer, randomize
 
 ARCH = dict(embed_dims=12, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 
@@ -64,7 +64,7 @@ class Files(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """A server with the one release of a name, and torch's cache in an empty folder."""
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Files)
+    server = LocalServer(Files)
     server.weights = randomize(SLABSwin(arch=ARCH)).state_dict()
     content = bytes_of(dict(model=server.weights))
     server.files, server.content = {'/tiny.pth': content}, content
