@@ -27,7 +27,8 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _unformatted_configs(monkeypatch):
     """The text of a config as it is before yapf formats it, which takes longer than a training here; other processes do."""
-    monkeypatch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **kwargs: (text, True))
+    for module in ('yapf.yapflib.yapf_api', 'mmengine.config.config'):  # mmengine 0.10.7 has imported it already
+        monkeypatch.setattr(f'{module}.FormatCode', lambda text, **kwargs: (text, True), raising=False)
 
 
 INITIALIZERS = ('trunc_normal_', 'kaiming_uniform_', 'kaiming_normal_', 'xavier_uniform_', 'normal_', 'uniform_')

@@ -4,11 +4,13 @@ import json
 import re
 import shlex
 import shutil
+from collections import OrderedDict
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from mmdet.visualization import DetLocalVisualizer
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
@@ -46,6 +48,7 @@ def edited(path, edit):
 def test_the_commands_of_the_page_run_as_they_stand(tmp_path, monkeypatch):
     """docs/own-data.md, with fewer images, one epoch and a small backbone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DetLocalVisualizer, '_instance_dict', OrderedDict())  # of earlier tests, which write elsewhere
     page = (ROOT / 'docs' / 'own-data.md').read_text()
     lines = [
         line for block in re.findall('```bash\n(.*?)```', page, re.S) for line in block.replace('\\\n', '').splitlines()
