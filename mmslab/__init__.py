@@ -10,7 +10,8 @@ __all__ = ['__version__', 'backbones', 'find_config', 'hooks', 'layers', 'necks'
 
 def _is_doctor() -> bool:
     """Whether this program is ``mmslab doctor``, ``python -m mmslab doctor``, or the process that it tries imports in."""
-    program = sys.orig_argv[-len(sys.argv)]  # while a package is imported, -m has hidden its name in sys.argv
+    # while a package is imported, -m has hidden its name in sys.argv; a spawned process has the longer one of its parent
+    program = next(iter(sys.orig_argv[-len(sys.argv) :]), '')
     return program == 'mmslab.probe' or (Path(program).stem == 'mmslab' and sys.argv[1:2] == ['doctor'])
 
 

@@ -9,8 +9,9 @@ from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
+from ..versions import check_torch
 from .download import download
-from .reader import NotDenseError, NotPlainError, read
+from .reader import NewerDtypeError, NotDenseError, NotPlainError, read
 from .releases import check_known
 
 StateDict = Dict[str, Tensor]
@@ -48,6 +49,10 @@ def load_file(path: Union[str, os.PathLike], trust: Optional[bool] = None) -> An
         if trust:
             return torch.load(local, map_location='cpu', weights_only=False)
         return read(local)
+    except NewerDtypeError as e:
+        remedy = 'Load it with a newer one, and save its tensors in another dtype.'
+        check_torch(f'checkpoint {local!r}, which has {e.dtype} tensors,', e.since, remedy)
+        raise
     except NotPlainError as e:
         raise ValueError(
             f'checkpoint {local!r} holds Python objects beside tensors ({e}), which can run code when loaded. If you trust '

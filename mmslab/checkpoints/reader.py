@@ -49,6 +49,14 @@ class NotDenseError(Exception):
     """The file has a tensor that holds more than numbers in memory; the message names it and how to mend it."""
 
 
+class NewerDtypeError(Exception):
+    """The file has a tensor of a dtype that this torch lacks: its name, and the version that it came with."""
+
+    def __init__(self, dtype: str, since: str) -> None:
+        super().__init__(dtype, since)
+        self.dtype, self.since = dtype, since
+
+
 class _Name(str):
     """'module.name' in a file; inert."""
 
@@ -76,6 +84,7 @@ def read(path: str) -> Any:
     Raises:
         NotPlainError: If it names anything else.
         NotDenseError: If it has sparse, quantized, nested or meta tensors.
+        NewerDtypeError: If it has tensors of a dtype that this torch lacks.
         Exception: Of many types, if it is damaged or no checkpoint.
     """
     with open(path, 'rb') as file:
@@ -292,6 +301,8 @@ def _find(module: str, name: str) -> Any:
     found = _Name(f'{module}.{name}')
     if found in _DTYPES:
         return _DTYPES[found]
+    if found in _SINCE:
+        raise NewerDtypeError(found, _SINCE[found])
     if found not in _CALLS and found not in _STORAGES and found not in _ARGUMENTS:
         raise NotPlainError(found)
     return found
@@ -485,7 +496,11 @@ _DTYPES = {
         'float16 float32 float64 bfloat16 complex32 complex64 complex128 bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 '
         'float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz'.split()
     )
-    if hasattr(torch, name)  # torch 2.1 lacks some
+    if hasattr(torch, name)
+}
+_SINCE = {  # the torch that they came with, of those that torch 2.1 lacks
+    **{f'torch.float8_{form}fnuz': '2.2' for form in ('e4m3', 'e5m2')},
+    **{f'torch.uint{bits}': '2.3' for bits in (16, 32, 64)},
 }
 _KINDS = dict(
     Float=torch.float32,

@@ -411,7 +411,7 @@ def _linear_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, eps: floa
     with nullcontext() if v.is_meta else torch.autocast(v.device.type, enabled=False):
         if v.dtype in (torch.float16, torch.bfloat16):
             q, k, v = q.float(), k.float(), v.float()
-        q, k, v = (split_heads(t, num_heads).flatten(0, 1) for t in (q, k, v))  # (B * heads, N, d)
+        q, k, v = [split_heads(t, num_heads).flatten(0, 1) for t in (q, k, v)]  # (B * heads, N, d)
         normalizer = torch.bmm(q, k.sum(dim=1).unsqueeze(2)) + eps
         if symbolic(N, M) or 2 * N * M > d * (N + M):
             out = torch.bmm(q, torch.bmm(k.transpose(1, 2), v))
@@ -554,7 +554,7 @@ class SoftmaxWindowAttention(_SelfAttention):
         """The attention without its projections, ``(B * num_windows, h * w, C)`` to the same."""
         B, N, C = q.shape
         bias = self.position_bias(hw_shape)
-        q, k, v = (split_heads(t, self.num_heads) for t in (q, k, v))
+        q, k, v = [split_heads(t, self.num_heads) for t in (q, k, v)]
         if self.deploy:
             if mask is not None and mask.dim() == 3:
                 bias = bias.expand(mask.shape[0], -1, -1, -1).masked_fill(~mask[:, None], float('-inf'))
@@ -629,7 +629,7 @@ class SoftmaxAttention(_SelfAttention):
         ``mask`` is not supported, it must be None.
         """
         B, N, C = q.shape
-        q, k, v = (split_heads(t, self.num_heads) for t in (q, k, v))
+        q, k, v = [split_heads(t, self.num_heads) for t in (q, k, v)]
         if self.deploy:
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
         weights = self.attn_drop(((q * self.head_dims**-0.5) @ k.transpose(-2, -1)).softmax(dim=-1))

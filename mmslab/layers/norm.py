@@ -5,6 +5,7 @@ transformer has a LayerNorm; both build through any ``norm_cfg`` (``dict(type='P
 """
 
 import math
+import sys
 from contextlib import contextmanager
 from typing import Iterator, Optional, Tuple
 
@@ -135,7 +136,7 @@ class PRepBN(nn.Module):
         """Sets gamma, a number in [0, 1]. Writing to the buffer directly would leave the module's bool stale."""
         gamma = check_gamma(gamma)
         self.gamma.fill_(gamma)
-        self.ln_needed = gamma > 0
+        self._set_ln_needed(gamma > 0)
 
     def forward(self, x: Tensor) -> Tensor:
         _check_channels('PRepBN', x, self.num_features)
@@ -148,7 +149,15 @@ class PRepBN(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.ln_needed = bool(self.gamma > 0)  # loading is where a synchronization is allowed
+        self._set_ln_needed(bool(self.gamma > 0))  # loading is where a synchronization is allowed
+
+    def _set_ln_needed(self, needed: bool) -> None:
+        changed = getattr(self, 'ln_needed', needed) != needed
+        self.ln_needed = needed
+        dynamo = sys.modules.get('torch._dynamo')
+        # torch 2.1 does not look at a module's attributes again: what it compiled would go on with this layer's old form
+        if changed and dynamo is not None and not dynamo.config.guard_nn_modules:
+            dynamo.reset()
 
     def extra_repr(self) -> str:
         return f'{self.num_features}'

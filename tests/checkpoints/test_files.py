@@ -22,9 +22,9 @@ from mmslab.benchmark.run import run as benchmark
 from mmslab.checkpoints import check_fits, convert, load_file, load_pretrained, read_state_dict, use_safe_loading
 from mmslab.data.shapes import make_shapes
 from mmslab.deploy.convert import deploy
-from mmslab.deploy.export import export
+from mmslab.deploy.export import TORCH, export
 
-from ..conftest import ROOT, LocalServer
+from ..conftest import ROOT, LocalServer, needs_torch
 
 CONFIG = ROOT / 'configs' / 'demo' / 'maskrcnn_slab_swin_shapes.py'
 
@@ -95,24 +95,38 @@ PATHS = dict(
     infer=lambda url: infer('shapes/val', CONFIG, 'bad.pth', 'drawn'),
     infer_http=lambda url: infer('shapes/val', CONFIG, url, 'drawn'),
     deploy=lambda url: deploy(CONFIG, 'bad.pth', 'folded'),
-    export=lambda url: export(CONFIG, 'bad.pth', 'graph.pt2'),
     benchmark=lambda url: benchmark([CONFIG], Settings('flops'), ['bad.pth'], show_progress=False),
     convert=lambda url: convert('bad.pth', 'converted.pth'),
 )
 
 
-@pytest.mark.parametrize('path', PATHS)
-def test_no_path_of_any_tool_runs_what_a_file_says(folder, served, monkeypatch, tmp_path, path):
+@pytest.fixture
+def refused(folder, monkeypatch, tmp_path):
+    """Checks that a call refuses bad.pth and has not run what it says."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv('SHAPES_ROOT', 'shapes')
     monkeypatch.setenv('TORCH_HOME', str(tmp_path))
     monkeypatch.setattr(history_buffer, 'len', len, raising=False)  # what the program overwrites
     (folder / 'ran').unlink(missing_ok=True)
     (folder / 'out').mkdir(exist_ok=True)
-    with pytest.raises(ValueError, match='bad.pth.* holds Python objects beside tensors.*--trust-checkpoint'):
-        PATHS[path](served)
-    assert not (folder / 'ran').exists()
-    assert CheckpointLoader.__dict__['load_checkpoint'].__func__.__module__.startswith('mmengine')
+
+    def check(call, *args):
+        with pytest.raises(ValueError, match='bad.pth.* holds Python objects beside tensors.*--trust-checkpoint'):
+            call(*args)
+        assert not (folder / 'ran').exists()
+        assert CheckpointLoader.__dict__['load_checkpoint'].__func__.__module__.startswith('mmengine')
+
+    return check
+
+
+@pytest.mark.parametrize('path', PATHS)
+def test_no_path_of_any_tool_runs_what_a_file_says(refused, served, path):
+    refused(PATHS[path], served)
+
+
+@needs_torch(TORCH)
+def test_nor_does_an_export(refused):
+    refused(export, CONFIG, 'bad.pth', 'graph.pt2')
 
 
 def test_a_program_runs_where_it_is_trusted(folder, monkeypatch):

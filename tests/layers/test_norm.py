@@ -162,6 +162,12 @@ def test_compiled_once_for_all_gammas_above_zero():
         norm.set_gamma(0)
         compiled(x)
     assert counter['unique_graphs'] == 2
+    norm.set_gamma(0.5)
+    assert torch.allclose(compiled(x), norm(x))
+    state = norm.state_dict()
+    state['gamma'] = torch.zeros(())
+    norm.load_state_dict(state)
+    assert torch.allclose(compiled(x), norm(x))
     torch._dynamo.reset()
 
 
