@@ -5,7 +5,18 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ['__version__', 'backbones', 'find_config', 'hooks', 'layers', 'necks', 'optim']
+__all__ = [
+    '__version__',
+    'backbones',
+    'convert_norms',
+    'find_config',
+    'fold',
+    'hooks',
+    'layers',
+    'necks',
+    'optim',
+    'set_gamma',
+]
 
 
 def _is_doctor() -> bool:
@@ -22,5 +33,8 @@ if not _is_doctor():  # which says what keeps the rest from being imported
 
     from . import backbones, hooks, layers, necks, optim
     from .configs import find_config, register_configs
+    from .folding import fold
+    from .handover import convert_norms
+    from .layers import set_gamma
 
     register_configs()

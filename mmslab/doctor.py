@@ -153,7 +153,7 @@ def versions(installed: Dict[str, Dict[str, str]], probed: Dict[str, Dict[str, A
                 'ONNX',
                 f'not installed: {", ".join(absent)}',
                 NOTE,
-                f'mmslab export to .onnx needs: pip install {" ".join(EXPORT)}',
+                f'mmslab export to .onnx needs torch >= 2.11 and these: pip install {" ".join(EXPORT)}',
             )
         )
     else:

@@ -13,7 +13,7 @@ def input_errors() -> Iterator[None]:
     """Ends the program with one line for an error that this package raised on bad input; others keep their trace."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as e:
+    except (ValueError, OSError, ImportError, FloatingPointError) as e:
         root: BaseException = e
         while root.__context__ is not None and not _raised_here(root):
             root = root.__context__  # mmengine's registries raise an error anew

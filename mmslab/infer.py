@@ -157,10 +157,13 @@ class _Detector:
         sample = sample.cpu()
         found = sample.pred_instances
         sample.pred_instances = found = found[found.scores >= self.score_thr]
+        entry = self._entry(found, *image.shape[:2])
+        if not len(found):
+            return image, entry  # as it is: matplotlib before 3.11 resamples what it draws on
         visualizer = self.inferencer.visualizer
         # it draws what is above its own threshold, not at it
         visualizer.add_datasample('image', image[..., ::-1], sample, draw_gt=False, pred_score_thr=-1)
-        return np.ascontiguousarray(visualizer.get_image()[..., ::-1]), self._entry(found, *image.shape[:2])
+        return np.ascontiguousarray(visualizer.get_image()[..., ::-1]), entry
 
     def _entry(self, found, height: int, width: int) -> dict:
         entry = dict(

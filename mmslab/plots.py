@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Dict, List, Sequence, Tuple, Union
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
@@ -72,3 +72,76 @@ def draw_sheet(images: Sequence[Path], out: Union[str, os.PathLike], columns: in
     rows = [np.hstack(cells[i : i + columns]) for i in range(0, len(cells), columns)]
     if not cv2.imwrite(str(out), np.vstack(rows)):
         raise OSError(f'out: {str(out)!r} cannot be written.')
+
+
+def read_handover(work_dir: Union[str, os.PathLike]) -> List[Dict[str, Any]]:
+    """What HandoverMonitorHook has measured in a run, resumed ones too: ``step`` and ``layers``, in order.
+
+    Raises:
+        FileNotFoundError: If there is nothing of the hook in ``work_dir``.
+        ValueError: For a file that is not the hook's.
+    """
+    files = sorted(Path(work_dir).glob('**/vis_data/handover.json'))
+    if not files:
+        raise FileNotFoundError(
+            f'work_dir: {str(work_dir)!r} has no handover.json. Train with dict(type="HandoverMonitorHook") in custom_hooks.'
+        )
+    found: Dict[int, Dict[str, Any]] = {}
+    for file in files:  # a resumed run measures again what came after its checkpoint
+        try:
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            found.update({line['step']: line for line in lines if line['layers']})
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(
+                f'{file} is no file of HandoverMonitorHook ({e!r}). Give the work_dir of a training.'
+            ) from e
+    return [found[step] for step in sorted(found)]
+
+
+def draw_handover(work_dir: Union[str, os.PathLike], out: Union[str, os.PathLike]) -> None:
+    """Draws what HandoverMonitorHook has measured as pictures of layers by time, into a PNG.
+
+    Args:
+        work_dir (str | Path): Of a training.
+        out (str | Path): The PNG to write.
+
+    Raises:
+        FileNotFoundError, ValueError: See :func:`read_handover`.
+    """
+    found = read_handover(work_dir)
+
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    layers = list(dict.fromkeys(name for line in found for name in line['layers']))
+    steps = [line['step'] for line in found]
+    titles = dict(
+        distance='|LN(x) - RepBN(x)| / |LN(x)|',
+        outliers='share of tokens beyond ten sigma',
+        eta='eta',
+        variance='smallest running variance',
+    )
+    figure, axes = plt.subplots(2, 2, figsize=(14, 4 + 0.16 * len(layers)), sharey=True, layout='constrained')
+    for ax, (field, title) in zip(axes.flat, titles.items()):
+        values = np.full((len(layers), len(steps)), np.nan)
+        for column, line in enumerate(found):
+            for name, measured in line['layers'].items():
+                values[layers.index(name), column] = measured[field]
+        positive = values[np.isfinite(values) & (values > 0)]
+        log = field in ('distance', 'variance') and positive.size > 0
+        image = ax.imshow(
+            values,
+            aspect='auto',
+            interpolation='nearest',
+            norm=LogNorm(positive.min(), max(positive.max(), positive.min() * 1.01)) if log else None,
+            extent=(-0.5, len(steps) - 0.5, len(layers) - 0.5, -0.5),
+        )
+        shown = range(0, len(steps), max(1, len(steps) // 8))
+        ax.set(title=title, xlabel='iteration', xticks=list(shown), xticklabels=[steps[i] for i in shown])
+        ax.set_yticks(range(len(layers)), layers, fontsize=6)
+        figure.colorbar(image, ax=ax)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)

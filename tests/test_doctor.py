@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from mmslab import doctor
+from mmslab.deploy.export import TORCH
 from mmslab.doctor import DISTRIBUTIONS, EXPORT, NOTE, OK, WRONG, Finding
 
 from .conftest import ROOT
@@ -102,6 +103,7 @@ def test_what_is_not_installed():
     assert found['mmdet'].verdict == WRONG and 'pip install onedl-mmdetection' in found['mmdet'].remedy
     assert found['mmpretrain'].verdict == NOTE and 'imagenet' in found['mmpretrain'].remedy
     assert found['ONNX'].verdict == NOTE and 'onnxscript' in found['ONNX'].found
+    assert f'torch >= {TORCH} and' in found['ONNX'].remedy
 
 
 def test_gpus(monkeypatch):

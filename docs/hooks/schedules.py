@@ -9,10 +9,10 @@ POINTS = 600
 
 def curves() -> Dict[str, Tuple[List[float], List[float]]]:
     """For each schedule the places in the training, from 0 to 1, and gamma there."""
-    from mmslab.hooks.gamma_decay import SCHEDULES, GammaDecayHook
+    from mmslab.hooks.gamma_decay import OF_TIME, GammaDecayHook
 
     places = [i / POINTS for i in range(POINTS + 1)]
-    hooks = {s: GammaDecayHook(T=T, hold=HOLD, schedule=s, num_steps=NUM_STEPS) for s in SCHEDULES}
+    hooks = {s: GammaDecayHook(T=T, hold=HOLD, schedule=s, num_steps=NUM_STEPS) for s in OF_TIME}
     return {name: (places, [hook.gamma_at(t, T, HOLD) for t in places]) for name, hook in hooks.items()}
 
 

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 import numpy as np
 import torch
 from mmengine.config import Config
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import checkpoints as weights
@@ -81,7 +82,8 @@ def run_with_allocators(
         check_drawable([paper_figures(c) for c in configs])
     columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # twice a second: what draws the bars takes time from what is measured
-    with Progress(*columns, disable=not show_progress, refresh_per_second=2) as progress:
+    console = None if show_progress else Console(quiet=True)  # rich before 14.3 ends a disabled one with an empty line
+    with Progress(*columns, console=console, disable=not show_progress, refresh_per_second=2) as progress:
         if settings.processes and settings.mode != 'flops':
             reports = _in_processes(configs, each, checkpoints, trust_checkpoint, progress)
         else:

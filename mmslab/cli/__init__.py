@@ -16,6 +16,7 @@ COMMANDS = {
     'benchmark': 'measure latency, throughput, parameters, FLOPs and memory',
     'deploy': 'fold the norms of a trained model',
     'export': 'write a trained model as ONNX or .pt2',
+    'analyze': 'draw the handover of a training, layer by layer',
     'convert': 'write weights of others under our key names',
     'doctor': 'say what is installed and what is wrong with it, with the remedy',
 }

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from typing import Dict, Optional, Set, Union
+from typing import Dict, Optional, Sequence, Set, Tuple, Union
 
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
@@ -12,9 +12,12 @@ from mmengine.runner import Runner
 
 from ..layers.norm import PRepBN, check_gamma
 from .frozen import frozen_repbn
+from .monitor import HandoverMonitorHook
 
 DATA_BATCH = Optional[Union[dict, tuple, list]]
-SCHEDULES = ('linear', 'cosine', 'step')
+OF_TIME = ('linear', 'cosine', 'step')
+SCHEDULES = (*OF_TIME, 'adaptive')
+_STATE = 'gamma_decay'
 UNITS = ('iter', 'epoch', 'fraction')
 
 
@@ -22,8 +25,13 @@ UNITS = ('iter', 'epoch', 'fraction')
 class GammaDecayHook(Hook):
     """Sets ``gamma = max(0, (T - t) / T)`` (Eq. 6) in every PRepBN, t being the training iterations done.
 
-    gamma depends on the runner's iteration alone: a resumed run goes through the same gammas as one that was
-    never interrupted, and neither gradient checkpointing nor accumulation nor several forwards a step change
+    Schedule 'adaptive' goes by what :class:`HandoverMonitorHook`, which it needs beside it, measures. gamma falls at a speed
+    between ``bounds``, in multiples of the linear one: at the upper where RepBN is at no distance from LayerNorm (the mean over
+    layers), at the lower where it is at ``distance`` or beyond, and in between in proportion; but never more slowly than lets it
+    reach 0 after T. Where it is, is in the checkpoint.
+
+    With the other schedules gamma depends on the runner's iteration alone: a resumed run goes through the same gammas as one
+    that was never interrupted, and neither gradient checkpointing nor accumulation nor several forwards a step change
     it. Validation and checkpoints after t iterations have the gamma of t. The gamma of each training iteration
     is logged as ``gamma``, so every visualizer backend shows it.
 
@@ -37,15 +45,19 @@ class GammaDecayHook(Hook):
         T (float): How long the decay takes, in ``unit``. 0 means gamma 0 as soon as ``hold`` is over, from the
             start if there is none.
         unit (str): 'iter', 'epoch', or 'fraction' (of the whole training). Defaults to 'fraction'.
-        schedule (str): 'linear' (Eq. 6), 'cosine' or 'step' (Sec. 4.1 names both). Defaults to 'linear'.
+        schedule (str): 'linear' (Eq. 6), 'cosine' or 'step' (Sec. 4.1 names both), or 'adaptive'. Defaults to 'linear'.
         hold (float): How long gamma stays at ``start`` before it decays, in ``unit``. Defaults to 0.
         start (float): gamma before the decay, in [0, 1]. Defaults to 1.
         num_steps (int): Of schedule 'step': gamma falls in that many equal steps. Defaults to 10.
+        distance (float): Of schedule 'adaptive': from which on gamma falls most slowly. Defaults to 0.5.
+        bounds (tuple[float, float]): Of schedule 'adaptive': the slowest and the fastest fall, in multiples of the linear one.
+            Defaults to (0.25, 4).
 
     Raises:
         ValueError: If T or hold is negative, or outside [0, 1] as a fraction; for an unknown unit or schedule;
             for ``start`` outside [0, 1]; before training, if the model has no PRepBN, or one above gamma 0 whose
-            RepBN is frozen; it names the layers.
+            RepBN is frozen; it names the layers; for a distance that is not positive, bounds that are not
+            ``0 <= slowest <= fastest``, or schedule 'adaptive' without a HandoverMonitorHook.
     """
 
     priority = 55  # after EMAHook (50), which swaps buffers, and before LoggerHook (60) and CheckpointHook (90)
@@ -58,6 +70,8 @@ class GammaDecayHook(Hook):
         hold: float = 0.0,
         start: float = 1.0,
         num_steps: int = 10,
+        distance: float = 0.5,
+        bounds: Sequence[float] = (0.25, 4.0),
     ) -> None:
         if unit not in UNITS:
             raise ValueError(f'unit must be one of {UNITS}, but got {unit!r}.')
@@ -75,12 +89,19 @@ class GammaDecayHook(Hook):
                 )
         if num_steps < 1:
             raise ValueError(f'num_steps must be at least 1, but got {num_steps}.')
+        if not distance > 0:
+            raise ValueError(f'distance must be positive, but got {distance!r}.')
+        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] < math.inf:
+            raise ValueError(f'bounds must be two numbers, 0 <= slowest <= fastest, but got {bounds!r}.')
         self.T = T
         self.unit = unit
         self.schedule = schedule
         self.hold = hold
         self.start = check_gamma(start, 'start')
         self.num_steps = num_steps
+        self.distance = distance
+        self.bounds = tuple(bounds)
+        self._adaptive: Dict[str, float] = {}  # iter, gamma, distance: where schedule 'adaptive' is
         self._training = False
         self._frozen: Set[PRepBN] = set()
 
@@ -89,6 +110,8 @@ class GammaDecayHook(Hook):
         if t < hold:
             return self.start
         done = 1.0 if T == 0 else min((t - hold) / T, 1.0)
+        if self.schedule == 'adaptive':  # at the latest
+            return self.start if done < 1 else 0.0
         if self.schedule == 'cosine':
             return self.start * (1 + math.cos(math.pi * done)) / 2 if done < 1 else 0.0
         if self.schedule == 'step':
@@ -97,13 +120,30 @@ class GammaDecayHook(Hook):
 
     def gamma_of(self, runner: Runner, iteration: int) -> float:
         """gamma after ``iteration`` iterations of this run."""
-        if self.unit == 'iter':
-            scale = 1
-        elif self.unit == 'epoch':
-            scale = len(runner.train_dataloader)
-        else:
-            scale = runner.max_iters
-        return self.gamma_at(iteration, self.T * scale, self.hold * scale)
+        if self._adaptive.get('iter') == iteration:
+            return self._adaptive['gamma']
+        return self.gamma_at(iteration, *self._spans(runner))
+
+    def _spans(self, runner: Runner) -> Tuple[float, float]:
+        """T and hold in iterations."""
+        scales = dict(iter=lambda: 1, epoch=lambda: len(runner.train_dataloader), fraction=lambda: runner.max_iters)
+        scale = scales[self.unit]()
+        return self.T * scale, self.hold * scale
+
+    def _adapt(self, runner: Runner) -> None:
+        """The gamma after the iteration that has just been done, by the distance measured last."""
+        T, hold = self._spans(runner)
+        done, gamma = runner.iter + 1, self.gamma_of(runner, runner.iter)
+        measured = self._monitor.found
+        if measured:
+            self._adaptive['distance'] = sum(h.distance for h in measured.values()) / len(measured)
+        if done > hold:
+            slowest, fastest = self.bounds
+            share = min(self._adaptive.get('distance', self.distance) / self.distance, 1.0)
+            speed = (fastest + (slowest - fastest) * share) * self.start / max(T, 1.0)
+            left = hold + T - done
+            gamma = max(gamma - max(speed, gamma / (left + 1)), 0.0) if left > 0 else 0.0
+        self._adaptive.update(iter=done, gamma=gamma)
 
     def _model(self, runner: Runner):
         return runner.model.module if is_model_wrapper(runner.model) else runner.model
@@ -122,6 +162,17 @@ class GammaDecayHook(Hook):
                 f'GammaDecayHook: {type(model).__name__} has no PRepBN whose gamma could decay. Build it '
                 "with norm_cfg=dict(type='PRepBN'), or remove the hook from custom_hooks."
             )
+        if self.schedule == 'adaptive':
+            self._monitor = next((hook for hook in runner.hooks if isinstance(hook, HandoverMonitorHook)), None)
+            if self._monitor is None:
+                raise ValueError(
+                    "GammaDecayHook: schedule='adaptive' goes by what HandoverMonitorHook measures, but there is none. Add "
+                    "dict(type='HandoverMonitorHook') to custom_hooks."
+                )
+        if (
+            self._adaptive.get('iter') != runner.iter or not runner.iter
+        ):  # of another run, whose weights this one loaded
+            self._adaptive = {}
         last = self.gamma_of(runner, runner.max_iters)
         frozen = self._find_frozen(runner, layers, last)
         self._frozen = set(frozen.values())
@@ -168,13 +219,22 @@ class GammaDecayHook(Hook):
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: Optional[dict] = None
     ) -> None:
         runner.message_hub.update_scalar('train/gamma', self.gamma_of(runner, runner.iter))
+        if self.schedule == 'adaptive':
+            self._adapt(runner)
         self._set_gamma(runner, self.gamma_of(runner, runner.iter + 1))
 
     def before_val_epoch(self, runner: Runner) -> None:
         if self._training:  # EMAHook may just have swapped in a gamma averaged over time
             self._set_gamma(runner, self.gamma_of(runner, runner.iter))
 
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        state = checkpoint.get(_STATE)
+        if self.schedule == 'adaptive' and isinstance(state, dict):
+            self._adaptive = {k: v for k, v in state.items() if isinstance(v, (int, float))}
+
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        if self._adaptive:
+            checkpoint[_STATE] = dict(self._adaptive)
         # the same for what EMAHook put into the checkpoint
         for name, layer in self._model(runner).named_modules():
             if isinstance(layer, PRepBN):

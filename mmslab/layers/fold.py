@@ -21,7 +21,7 @@ from mmcv.cnn import Conv2d, Linear
 from mmengine.model.utils import _BatchNormXd
 from torch import Tensor
 
-from .norm import PRepBN, RepBN, TokenBN
+from .norm import PRepBN, RepBN, TokenBN, channel_dim_of
 
 Projection = Union[nn.Linear, nn.Conv2d]
 LINEAR = (nn.Linear, Linear)  # mmcv's differs on empty batches of old PyTorch alone
@@ -31,15 +31,21 @@ _BN = (nn.BatchNorm1d, nn.SyncBatchNorm, _BatchNormXd)  # the last is what mmeng
 
 
 class Affine(nn.Module):
-    """``scale * x + shift`` over the last dimension: what is left of a folded norm that no linear layer follows."""
+    """``scale * x + shift`` per channel, in a dimension of ``x``: what is left of a norm that no linear layer follows."""
 
-    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+    def __init__(self, scale: Tensor, shift: Tensor, channel_dim: int = -1) -> None:
         super().__init__()
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.shift = nn.Parameter(shift, requires_grad=False)
+        self.channel_dim = channel_dim
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.shift, x, self.scale)
+    def forward(self, x: Tensor, data_format: Optional[str] = None) -> Tensor:
+        dim = channel_dim_of(self, data_format)
+        if dim == -1:
+            return torch.addcmul(self.shift, x, self.scale)
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        return torch.addcmul(self.shift.view(shape), x, self.scale.view(shape))
 
 
 # the classes that folding knows, and of which classes it takes some of their parts to be

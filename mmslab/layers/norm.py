@@ -1,13 +1,13 @@
 """The norms of the SLAB paper: RepBN (Eq. 2) and PRepBN (Eq. 5).
 
-Both normalize the last dimension of a token tensor, as LayerNorm does, so each can stand wherever a
+Both normalize the last dimension of a token tensor, as LayerNorm does, or another one, so each can stand wherever a
 transformer has a LayerNorm; both build through any ``norm_cfg`` (``dict(type='PRepBN')``).
 """
 
 import math
 import sys
 from contextlib import contextmanager
-from typing import Iterator, Optional, Tuple
+from typing import Any, Iterator, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -16,12 +16,22 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 
-def _check_channels(name: str, x: Tensor, num_features: int) -> None:
-    if x.shape[-1] != num_features:
+def _check_channels(name: str, x: Tensor, num_features: int, dim: int) -> None:
+    if x.shape[dim] != num_features:
+        if dim != -1:
+            raise ValueError(
+                f'{name}(num_features={num_features}, channel_dim={dim}) got an input of shape {tuple(x.shape)}. Pass maps as '
+                f'(B, {num_features}, H, W).'
+            )
         raise ValueError(
             f'{name}(num_features={num_features}) normalizes the last dimension, but got an input of shape '
             f'{tuple(x.shape)}. Pass tokens as (..., {num_features}); permute a (B, C, H, W) map to (B, H, W, C).'
         )
+
+
+def channel_dim_of(norm: nn.Module, data_format: Optional[str] = None) -> int:
+    """The dimension of the channels in a call of ``norm``, which may say it as mmpretrain's LayerNorm2d is told it."""
+    return -1 if data_format == 'channel_last' else getattr(norm, 'channel_dim', -1)
 
 
 def _bn_affine(bn: nn.Module) -> Tuple[Tensor, Tensor]:
@@ -41,30 +51,40 @@ class RepBN(nn.Module):
         eps (float): Added to the variance. Defaults to 1e-5.
         momentum (float | None): Of the running statistics, as in ``nn.BatchNorm1d``. Defaults to 0.1.
         use_eta (bool): False fixes eta at 0, which leaves a plain BN (the ablation in Table 7). Defaults to True.
+        channel_dim (int): The dimension of the channels: 1 for maps ``(B, C, H, W)``. Defaults to -1.
 
     Shape:
-        ``(..., num_features)`` to the same. The statistics are taken over all leading dimensions.
+        ``(..., num_features)`` to the same. The statistics are taken over all dimensions but that of the channels.
 
     Raises:
-        ValueError: If the last dimension of an input is not ``num_features``.
+        ValueError: If the dimension of the channels of an input is not ``num_features``.
     """
 
     _abbr_ = 'norm'
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: Optional[float] = 0.1, use_eta: bool = True
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: Optional[float] = 0.1,
+        use_eta: bool = True,
+        channel_dim: int = -1,
     ) -> None:
         super().__init__()
         self.num_features = num_features
+        self.channel_dim = channel_dim
         self.eta = nn.Parameter(torch.full((1,), float(use_eta)), requires_grad=use_eta)
         self.bn = nn.BatchNorm1d(num_features, eps=eps, momentum=momentum)
 
-    def forward(self, x: Tensor, eta: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, eta: Optional[Tensor] = None, data_format: Optional[str] = None) -> Tensor:
         """``BN(x) + eta * x``; ``eta`` is the module's own unless given (PRepBN gives one)."""
-        _check_channels('RepBN', x, self.num_features)
+        dim = channel_dim_of(self, data_format)
+        _check_channels('RepBN', x, self.num_features, dim)
         eta = self.eta if eta is None else eta
+        tokens = x if dim == -1 else x.movedim(dim, -1)
         # (tokens, C): the layout in which BatchNorm1d and SyncBatchNorm both take their channels from dim 1
-        return self.bn(x.reshape(-1, self.num_features)).view(x.shape) + eta * x
+        out = self.bn(tokens.reshape(-1, self.num_features)).view(tokens.shape) + eta * tokens
+        return out if dim == -1 else out.movedim(-1, dim)
 
     def affine(self) -> Tuple[Tensor, Tensor]:
         """The inference form, ``RepBN(x) = scale * x + shift`` per channel (Lemma 4.1).
@@ -106,12 +126,15 @@ class PRepBN(nn.Module):
         momentum (float | None): Of RepBN's running statistics. Defaults to 0.1.
         gamma (float): The initial gamma, in [0, 1]. Defaults to 1.
         use_eta (bool): See :class:`RepBN`. Defaults to True.
+        channel_dim (int): The dimension of the channels: 1 for maps ``(B, C, H, W)``. Defaults to -1.
+        online (str): 'LN', or 'RMS' for an RMSNorm in the LayerNorm's place (Sec. 5.3). Defaults to 'LN'.
 
     Shape:
         ``(..., num_features)`` to the same.
 
     Raises:
-        ValueError: If ``gamma`` is outside [0, 1], or the last dimension of an input is not ``num_features``.
+        ValueError: If ``gamma`` is outside [0, 1], ``online`` is another name, or the dimension of the channels of an input is
+            not ``num_features``.
     """
 
     _abbr_ = 'norm'
@@ -124,13 +147,49 @@ class PRepBN(nn.Module):
         momentum: Optional[float] = 0.1,
         gamma: float = 1.0,
         use_eta: bool = True,
+        channel_dim: int = -1,
+        online: str = 'LN',
     ) -> None:
         super().__init__()
+        if online not in _ONLINE:
+            raise ValueError(f"online must be 'LN' or 'RMS', but got {online!r}.")
         self.num_features = num_features
-        self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
-        self.repbn = RepBN(num_features, eps=eps, momentum=momentum, use_eta=use_eta)
+        self.channel_dim = channel_dim
+        self.ln = _ONLINE[online](num_features, eps if ln_eps is None else ln_eps, channel_dim)
+        self.repbn = RepBN(num_features, eps, momentum, use_eta, channel_dim)
         self.register_buffer('gamma', torch.ones(()))
         self.set_gamma(gamma)
+
+    @classmethod
+    def around(cls, norm: nn.Module, num_features: int, channel_dim: int = -1, **kwargs: Any) -> 'PRepBN':
+        """A PRepBN at gamma 1 whose online part is ``norm`` itself, so that it computes what ``norm`` does, to the bit.
+
+        Its BN begins with the weight and bias of ``norm``, and is trained or frozen as that is.
+
+        Args:
+            norm (nn.Module): A normalization of each token by itself.
+            num_features (int): Channels.
+            channel_dim (int): Their dimension. Defaults to -1.
+            **kwargs: ``eps``, ``momentum`` and ``use_eta`` of the RepBN.
+        """
+        made = cls(num_features, channel_dim=channel_dim, **kwargs)
+        made.ln = norm
+        like = next(norm.parameters(), None)
+        if like is not None:
+            made.repbn.to(like.device, like.dtype)
+            made.gamma = made.gamma.to(like.device)
+            made.repbn.requires_grad_(like.requires_grad)
+            made.repbn.eta.requires_grad_(like.requires_grad and kwargs.get('use_eta', True))
+            with torch.no_grad():
+                made.repbn.bn.weight.copy_(getattr(norm, 'weight', like))
+                if getattr(norm, 'bias', None) is not None:
+                    made.repbn.bn.bias.copy_(norm.bias)
+        return made.train(norm.training)
+
+    @property
+    def eps(self) -> float:
+        """That of the online norm, which code around a norm may ask for."""
+        return getattr(self.ln, 'eps', self.repbn.bn.eps)
 
     def set_gamma(self, gamma: float) -> None:
         """Sets gamma, a number in [0, 1]. Writing to the buffer directly would leave the module's bool stale."""
@@ -138,14 +197,19 @@ class PRepBN(nn.Module):
         self.gamma.fill_(gamma)
         self._set_ln_needed(gamma > 0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        _check_channels('PRepBN', x, self.num_features)
+    def forward(self, x: Tensor, data_format: Optional[str] = None) -> Tensor:
+        """``data_format='channel_last'`` puts the channels last for one call, as mmpretrain's LayerNorm2d has it."""
+        _check_channels('PRepBN', x, self.num_features, channel_dim_of(self, data_format))
+        how = {} if data_format is None else dict(data_format=data_format)
         if self.ln_needed:
-            return self.gamma * self.ln(x) + (1 - self.gamma) * self.repbn(x)
-        if self.training and self.ln.weight.requires_grad:
+            return self.gamma * self.ln(x, **how) + (1 - self.gamma) * self.repbn(x, **how)
+        weights = (
+            [p for p in self.ln._parameters.values() if p is not None and p.requires_grad] if self.training else []
+        )
+        if weights:
             # a zero that depends on LN's parameters, added to a scalar: free, and DDP sees every parameter used
-            return self.repbn(x, self.repbn.eta + 0 * (self.ln.weight.sum() + self.ln.bias.sum()))
-        return self.repbn(x)
+            return self.repbn(x, self.repbn.eta + 0 * sum([p.sum() for p in weights]), **how)
+        return self.repbn(x, **how)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -163,6 +227,39 @@ class PRepBN(nn.Module):
         return f'{self.num_features}'
 
 
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over a dimension, the statistics in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, num_features: int, eps: float = 1e-6, channel_dim: int = -1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.eps = eps
+        self.channel_dim = channel_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.movedim(self.channel_dim, -1)
+        high = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        normed = high * torch.rsqrt(high.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight * normed.to(x.dtype)).movedim(-1, self.channel_dim)
+
+
+class _MapLayerNorm(nn.LayerNorm):
+    """LayerNorm over another dimension than the last."""
+
+    def __init__(self, num_features: int, eps: float, channel_dim: int) -> None:
+        super().__init__(num_features, eps)
+        self.channel_dim = channel_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(self.channel_dim, -1)).movedim(-1, self.channel_dim)
+
+
+_ONLINE = {
+    'LN': lambda channels, eps, dim: nn.LayerNorm(channels, eps) if dim == -1 else _MapLayerNorm(channels, eps, dim),
+    'RMS': RMSNorm,
+}
+
+
 class TokenBN(nn.Module):
     """Plain BatchNorm of tokens: what ``norm_cfg=dict(type='BN')`` means in the backbones here.
 
@@ -178,7 +275,7 @@ class TokenBN(nn.Module):
         self.bn = nn.BatchNorm1d(num_features, eps=eps, momentum=momentum)
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_channels('BN', x, self.num_features)
+        _check_channels('BN', x, self.num_features, -1)
         return self.bn(x.reshape(-1, self.num_features)).view(x.shape)
 
     def affine(self) -> Tuple[Tensor, Tensor]:
