@@ -1,6 +1,7 @@
 """mmengine's runner: checkpoints read as data, a config's text made once, several processes where there is no GPU."""
 
 import inspect
+import itertools
 import logging
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +16,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import LOOPS, MODEL_WRAPPERS
 from mmengine.runner import Runner
+from mmengine.visualization import Visualizer
 
 from .checkpoints import use_safe_loading
 from .distributed import check_sync_bn, start_on_cpu, sync_on_cpu
@@ -51,7 +53,7 @@ class SafeRunner(Runner):
     * what ``CheckpointHook`` would go on to delete or rewrite (``best_ckpt``, ``last_ckpt`` and ``keep_ckpt_ids`` in
       ``message_hub``) is left out unless it names checkpoints in ``work_dir`` itself.
 
-    Without a GPU several processes talk by gloo, and SyncBatchNorm works.
+    Without a GPU several processes talk by gloo, and SyncBatchNorm works. A visualizer is the runner's own, in its own folder.
 
     Raises:
         ValueError: On building, for a ``sync_bn`` that would not synchronize the model's norms, and for a key of ``train_cfg``,
@@ -88,6 +90,18 @@ class SafeRunner(Runner):
             model_wrapper_cfg = dict(broadcast_buffers=False, find_unused_parameters=unused)
         defaults = dict(type='MMDistributedDataParallel', module=model)  # mmengine's has a GPU among them
         return MODEL_WRAPPERS.build(dict(model_wrapper_cfg), default_args=defaults)
+
+    def build_visualizer(self, visualizer: Union[Visualizer, dict, None] = None) -> Visualizer:
+        """One of a name of its own: mmengine hands out the first of a name again, and mmdet's configs all say 'visualizer'.
+
+        So the scalars of a process's second run would be in the first one's folder; and mmdet's hook, which takes the last
+        visualizer that was made, would draw with that of whatever ran between.
+        """
+        if isinstance(visualizer, dict):
+            name = visualizer.get('name', self.experiment_name)
+            names = (name if i == 1 else f'{name} {i}' for i in itertools.count(1))
+            visualizer = {**visualizer, 'name': next(n for n in names if not Visualizer.check_instance_created(n))}
+        return super().build_visualizer(visualizer)
 
     def train(self) -> Any:
         with use_safe_loading(self.trust_checkpoint):

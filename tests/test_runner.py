@@ -8,6 +8,7 @@ import torch
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.registry import METRICS, MODELS
+from mmengine.visualization import Visualizer
 
 from mmslab.runner import SafeRunner, TextOnce
 
@@ -100,6 +101,24 @@ def test_checkpoints_of_the_run_itself_are_still_replaced(armed):
     assert known['best_ckpt'] == str(best) and known['keep_ckpt_ids'] == [2] and known['last_ckpt'].endswith('2.pth')
     SafeRunner.build(resumed).train()
     assert not (armed / 'out' / '2.pth').exists() and (armed / 'out' / '3.pth').exists()
+
+
+def test_scalars_are_in_the_folder_of_their_run(tmp_path):
+    """With the name that all of mmdet's configs give their visualizers; another one is made between."""
+    backends = [dict(type='LocalVisBackend')]
+    for i in range(2):
+        cfg = config(tmp_path / f'run{i}', resume=None, epochs=1)
+        cfg.resume, cfg.load_from, cfg.visualizer = (
+            False,
+            None,
+            dict(type='Visualizer', name='v', vis_backends=backends),
+        )
+        runner = SafeRunner.build(cfg)
+        assert Visualizer.get_current_instance() is runner.visualizer
+        Visualizer.get_instance(f'{tmp_path.name}-{i}')
+        runner.train()
+        assert len(list((tmp_path / f'run{i}').glob('*/vis_data/scalars.json'))) == 1
+        assert len(list(tmp_path.glob('*/*/vis_data/scalars.json'))) == i + 1
 
 
 def test_the_text_of_a_config_is_made_once(monkeypatch, tmp_path):

@@ -11,14 +11,8 @@ from mmengine.runner import Runner
 class FolderVisualizationHook(DetVisualizationHook):
     """mmdet's hook, but that images of one name from two folders are not drawn over each other.
 
-    Under ``test_out_dir`` it keeps the folders in which the test set's images are, below the one that all share. It draws
-    with the runner's visualizer: mmdet's takes the last that the process has made, which may be another runner's.
+    Under ``test_out_dir`` it keeps the folders in which the test set's images are, below the one that all share.
     """
-
-    def before_test(self, runner: Runner) -> None:
-        self._visualizer = runner.visualizer
-        if self.show:
-            self._visualizer._vis_backends = {}  # as mmdet's does
 
     def before_test_epoch(self, runner: Runner) -> None:
         if self.draw and self.test_out_dir is not None:
