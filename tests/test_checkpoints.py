@@ -330,7 +330,7 @@ def test_folded_checkpoints_and_unfolded_ones(tmp_path, make, kwargs, prefix):
         (
             plain,
             True,
-            r"w\.pth' is not folded, but the SLAB.* deploy=True. Run tools/deploy.py on it, or set deploy=False",
+            r"w\.pth' is not folded, but the SLAB.* deploy=True. Run mmslab deploy on it, or set deploy=False",
         ),
         (folded, False, r"w\.pth' is folded.* Set deploy=True in the config"),
     ):
